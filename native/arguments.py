@@ -39,10 +39,13 @@ def shares(text: str) -> list[float]:
 # A flag, its type or choices (bool is a switch), its default (REQUIRED if it must be given), and its meaning.
 Flag = tuple[str, Any, Any, str]
 REQUIRED: Any = object()
+SCHEDULES = ("1f1b", "gpipe", "interleaved")
 FLAGS: list[Flag] = [
     ("--tensor-model-parallel-size", positive, 1, "processes that share each layer"),
     ("--sequence-parallel", bool, False, "tensor-parallel processes share the tokens between the layers, too"),
-    ("--pipeline-model-parallel-size", positive, 1, "2 puts half of the layers on separate processes"),
+    ("--pipeline-model-parallel-size", positive, 1, "stages of layers, on separate processes"),
+    ("--pipeline-schedule", SCHEDULES, "1f1b", "in which order a stage takes micro-batches (this engine's own flag)"),
+    ("--virtual-pipeline-stages", positive, 1, "parts of the model on each stage (this engine's own flag)"),
     ("--fsdp2", bool, False, "divide parameters, gradients and optimizer states by FSDP2 (this engine's own flag)"),
     ("--fsdp2-keep-parameters", bool, False, "gather parameters once an iteration, and keep them until its end"),
     ("--fsdp2-shard-size", int, 0, "processes that share one copy of the states; 0: all data-parallel ones"),
@@ -112,7 +115,7 @@ FLAGS: list[Flag] = [
 ]
 FLAGS_OF: dict[str, list[Flag]] = {
     "t5": [
-        ("--pipeline-model-parallel-split-rank", int, 1, "the decoder's stage: 1"),
+        ("--pipeline-model-parallel-split-rank", int, 1, "the decoder's first stage"),
         ("--encoder-num-layers", positive, REQUIRED, "encoder depth"),
         ("--decoder-num-layers", positive, REQUIRED, "decoder depth"),
         ("--encoder-seq-length", positive, REQUIRED, "encoder input length"),
@@ -179,6 +182,7 @@ def parse(argv: list[str] | None = None, family: str = "t5") -> argparse.Namespa
     args.dp = args.world_size // (args.tp * args.pp)
     args.micro_batches = args.global_batch_size // (args.micro_batch_size * args.dp)
     read_deepspeed_json(args)
+    check_schedule(args)
     check_trace(args)
     zero_stage = args.deepspeed_json["zero_optimization"]["stage"] if args.deepspeed else 0
     check_compile(args, zero_stage)
@@ -213,8 +217,10 @@ def read_deepspeed_json(args: argparse.Namespace) -> None:
 def check_t5(args: argparse.Namespace) -> None:
     """Raises Problem if T5's own arguments do not fit together; adds num_layers, as Megatron does."""
     args.num_layers = args.encoder_num_layers
-    if args.pp == 2 and args.pipeline_model_parallel_split_rank != 1:
-        raise Problem("the decoder's stage must be 1: --pipeline-model-parallel-split-rank 1")
+    split = args.pipeline_model_parallel_split_rank
+    last = args.pp * args.virtual_pipeline_stages - 1
+    if args.pp > 1 and not 0 < split <= last:
+        raise Problem(f"--pipeline-model-parallel-split-rank {split} is not one of 1 to {last}")
     encoder = args.encoder_seq_length
     decoder = args.decoder_seq_length
     if encoder < 4 or decoder < args.mask_prob * (encoder - 2) + 2:
@@ -229,10 +235,23 @@ def check_gpt(args: argparse.Namespace) -> None:
         raise Problem("the tokenizer is missing", remedy)
 
 
+def check_schedule(args: argparse.Namespace) -> None:
+    """Raises Problem if the pipeline's schedule does not fit."""
+    is_interleaved = args.pipeline_schedule == "interleaved"
+    if is_interleaved != (args.virtual_pipeline_stages > 1) or (is_interleaved and args.pp == 1):
+        remedy = "Give --pipeline-schedule interleaved, at least 2 --virtual-pipeline-stages and pipeline stages"
+        raise Problem("only the interleaved schedule has virtual pipeline stages, and it needs them", remedy)
+    if is_interleaved and args.micro_batches % args.pp:
+        found = f"the interleaved schedule takes a multiple of {args.pp} micro-batches, found {args.micro_batches}"
+        raise Problem(found, "Change the batch sizes, or the schedule")
+
+
 def check_trace(args: argparse.Namespace) -> None:
     """Raises Problem if the run cannot be traced as asked."""
     if args.trace and not args.tensorboard_dir:
         raise Problem("--trace writes beside --tensorboard-dir, which is not given", "Give one")
+    if args.trace and args.virtual_pipeline_stages > 1:
+        raise Problem("--trace cannot follow the interleaved schedule", "Choose another --pipeline-schedule")
     if args.trace and args.load:
         raise Problem("--trace follows the optimizer from the first iteration, but --load continues", "Leave one out")
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from native.data import Batch
-from native.model import Model, build, initialise, shape_of
+from native.model import Model, build, initialise, parts_of, shape_of
 from native.parallel import Mesh, clip_gradients, sum_tied_gradients
 from native.precision import forget_copies
 from native.sequence_parallel import sum_sequence_gradients
@@ -61,19 +61,21 @@ class TorchTrainer:
             self.model = build(args, mesh)
         initialise(self.model, args, mesh)
         self.optimizer = make_optimizer(self.model, args)
-        self.replica: DistributedDataParallel | None = None
+        self.parts = parts_of(self.model)
+        self.replicas: list[DistributedDataParallel] = []
+        """Of each part; none without other replicas."""
         if mesh.dp.size > 1:
             options = {"process_group": mesh.dp.group, "gradient_as_bucket_view": True}
             if CAN_SKIP_BROADCAST:
                 options["init_sync"] = False
-            self.replica = DistributedDataParallel(self.model, **options)
+            self.replicas = [DistributedDataParallel(part, **options) for part in self.parts]
 
     def step(self, batch: Batch, rate: float) -> tuple[Tensor, Tensor]:
         """One iteration; (loss, gradient norm), both [] on the device. Nothing here waits for the device."""
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         loss = self.forward_backward(split_batch(batch, self.args))
-        sum_tied_gradients(self.model.tied, self.mesh)
+        sum_tied_gradients(self.model.tied)
         sum_sequence_gradients(self.model.parameters(), self.mesh)
         norm = self.update()
         return loss, norm
@@ -87,17 +89,17 @@ class TorchTrainer:
             total += loss.detach()
         return total
 
-    def forward(self, micro_batch: Batch, received: Tensor | None = None) -> Tensor:
-        """The model's output for a micro-batch. No gradient is all-reduced yet: see backward()."""
-        if self.replica is None:
-            return self.model(*micro_batch, received)
-        with self.replica.no_sync():
-            return self.replica(*micro_batch, received)
+    def forward(self, micro_batch: Batch, received: Tensor | None = None, part: int = 0) -> Tensor:
+        """A part's output for a micro-batch. No gradient is all-reduced yet: see backward()."""
+        if not self.replicas:
+            return self.parts[part](*micro_batch, received)
+        with self.replicas[part].no_sync():
+            return self.replicas[part](*micro_batch, received)
 
-    def backward(self, output: Tensor, gradient: Tensor | None = None, *, is_last: bool) -> None:
-        """Adds to the gradients. DDP all-reduces them only during an iteration's last backward pass."""
-        if is_last and self.replica is not None:
-            self.replica.reducer.prepare_for_backward([])  # what DDP's forward pass does outside no_sync()
+    def backward(self, output: Tensor, gradient: Tensor | None = None, *, is_last: bool, part: int = 0) -> None:
+        """Adds to the gradients. DDP all-reduces them only during a part's last backward pass of an iteration."""
+        if is_last and self.replicas:
+            self.replicas[part].reducer.prepare_for_backward([])  # what DDP's forward pass does outside no_sync()
         output.backward(gradient)
 
     def update(self) -> Tensor:

@@ -68,10 +68,10 @@ class FSDP2Trainer(TorchTrainer):
         # The backward pass begins with what the forward pass ends with.
         fully_shard(self.model, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
 
-    def forward(self, micro_batch: Batch, received: Tensor | None = None) -> Tensor:
+    def forward(self, micro_batch: Batch, received: Tensor | None = None, part: int = 0) -> Tensor:
         return self.model(*micro_batch)
 
-    def backward(self, output: Tensor, gradient: Tensor | None = None, *, is_last: bool) -> None:
+    def backward(self, output: Tensor, gradient: Tensor | None = None, *, is_last: bool, part: int = 0) -> None:
         """Adds to the gradients, and reduces them during an iteration's last backward pass."""
         self.model.set_requires_gradient_sync(is_last)
         self.model.set_is_last_backward(is_last)

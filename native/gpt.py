@@ -1,6 +1,6 @@
 """The GPT-2 that Megatron-DeepSpeed trains: causal layers, which it calls the encoder, and the embedding as the head.
 
-The first pipeline stage builds the first half of the layers, the last one the other half and a copy of the embedding.
+A pipeline stage builds its share of the layers; the first has the embedding, and the last a copy of it for the head.
 """
 
 import re
@@ -10,36 +10,38 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from native.layers import Embedding, Stack
-from native.parallel import Mesh
+from native.parallel import Mesh, Tied
 from native.precision import cast
 from native.tensor_parallel import VocabEmbedding, enter_tp, vocab_cross_entropy
+from t5bench.model.layout import share
 
 
 class GPT(nn.Module):
     def __init__(self, args: Namespace, mesh: Mesh) -> None:
         super().__init__()
         self.tp = mesh.tp
-        # Tokens of a sample that travel between pipeline stages.
-        self.stage_length = args.seq_length // self.tp.sequence_parts
+        # Tokens of a sample that come from the stage before.
+        self.received_length = args.seq_length // self.tp.sequence_parts
         self.is_last = mesh.is_last_stage
-        depth = args.num_layers // mesh.pp.size
-        self.first_layer = depth * mesh.pp.rank
+        layers = share(args.num_layers, range(mesh.pp.size), mesh.pp.rank)
+        self.first_layer = layers.start
         parts: dict[str, nn.Module] = {}
-        if mesh.pp.rank == 0:
+        if mesh.is_first_stage:
             parts["embedding"] = Embedding(args, self.tp)
-        else:
+        elif self.is_last:
             self.word_embeddings_for_head = VocabEmbedding(args.padded_vocab_size, args.hidden_size, self.tp)
-        parts["encoder"] = Stack(args, self.tp, depth, causal=True, is_last=self.is_last)
+        parts["encoder"] = Stack(args, self.tp, len(layers), causal=True, is_last=self.is_last)
         self.language_model = nn.ModuleDict(parts)
-        self.tied: list[nn.Parameter] = []  # parameters of which the other stage has a copy
+        self.tied: list[Tied] = []  # of which another stage has a copy, too
         if mesh.pp.size > 1:
-            self.tied = list(self.word_embeddings().parameters())
+            words = self.word_embeddings()
+            self.tied = [Tied({0, mesh.pp.size - 1}, [words.weight] if words else [])]
 
-    def word_embeddings(self) -> VocabEmbedding:
-        """Of the first stage's embedding, or the last stage's copy for the head."""
+    def word_embeddings(self) -> VocabEmbedding | None:
+        """Of the first stage's embedding, or the last stage's copy for the head; None on a stage in between."""
         if "embedding" in self.language_model:
             return self.language_model["embedding"].word_embeddings
-        return self.word_embeddings_for_head
+        return self.word_embeddings_for_head if self.is_last else None
 
     def forward(self, tokens: Tensor, labels: Tensor, received: Tensor | None = None) -> Tensor:
         """The loss of each label, [b, s] fp32. Tokens and labels are int64, [b, s].

@@ -4,17 +4,49 @@ import hashlib
 import math
 from argparse import Namespace
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from native.gpt import GPT
-from native.parallel import Mesh
+from native.parallel import Axis, Mesh, Tied
 from native.t5 import T5
 from native.tensor_parallel import Slice
 
-Model = T5 | GPT
 MODELS = {"t5": T5, "gpt": GPT}
+
+
+class Parts(nn.Module):
+    """What a pipeline stage has under the interleaved schedule: several parts of the model.
+
+    Stage 0 of 2 with 2 parts has parts 0 and 2 of the model's 4, and stage 1 has parts 1 and 3. Each part is built as
+    the only one of a stage in a pipeline of 4.
+    """
+
+    def __init__(self, args: Namespace, mesh: Mesh) -> None:
+        super().__init__()
+        stages = mesh.pp.size
+        count = stages * args.virtual_pipeline_stages
+        places = [Axis(count, number) for number in range(mesh.pp.rank, count, stages)]
+        self.parts = nn.ModuleList(MODELS[args.family](args, replace(mesh, pp=place)) for place in places)
+        self.tied: list[Tied] = []
+        for copies_of_one in zip(*(part.tied for part in self.parts), strict=True):
+            holders = {number % stages for number in copies_of_one[0].stages}
+            self.tied.append(Tied(holders, [copy for tied in copies_of_one for copy in tied.copies]))
+
+    def whole_name(self, name: str) -> str:
+        """The name of a parameter in the model of one process."""
+        _, number, own_name = name.split(".", 2)
+        return self.parts[int(number)].whole_name(own_name)
+
+
+Model = T5 | GPT | Parts
+
+
+def parts_of(model: Model) -> list[T5 | GPT]:
+    """The parts of the model that a pipeline stage has: one, and several under the interleaved schedule."""
+    return list(model.parts) if isinstance(model, Parts) else [model]
 
 
 def build(args: Namespace, mesh: Mesh) -> Model:
@@ -22,7 +54,7 @@ def build(args: Namespace, mesh: Mesh) -> Model:
     # PyTorch 2.11 prefers cuDNN's attention on Hopper. Some of its kernels drop only multiples of 1/16 (PyTorch
     # pull request 174245), and for some lengths its gradients with a mask are nan (issue 196678).
     torch.backends.cuda.enable_cudnn_sdp(False)
-    return MODELS[args.family](args, mesh)
+    return Parts(args, mesh) if args.virtual_pipeline_stages > 1 else MODELS[args.family](args, mesh)
 
 
 def shape_of(parameter: nn.Parameter) -> tuple[int, ...]:

@@ -47,6 +47,10 @@ class Mesh:
     tp: Axis = field(default_factory=Axis)
 
     @property
+    def is_first_stage(self) -> bool:
+        return self.pp.rank == 0
+
+    @property
     def is_last_stage(self) -> bool:
         return self.pp.rank == self.pp.size - 1
 
@@ -77,25 +81,45 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def sum_tied_gradients(tied: Iterable[nn.Parameter], mesh: Mesh) -> None:
+@dataclass
+class Tied:
+    """An embedding of which several pipeline stages have copies."""
+
+    stages: set[int]
+    """That have one."""
+    copies: list[nn.Parameter]
+    """This stage's; several if it has several parts of the model."""
+    axis: Axis = field(default_factory=Axis)
+    """The processes that differ from this one only in the stage, and have a copy."""
+
+
+def sum_tied_gradients(tied: Iterable[Tied]) -> None:
     """Sums the gradients of the pipeline stages' copies of the tied embeddings, so that all copies step alike.
 
-    Sends their fp32 elements between the stages, once per iteration.
+    Sends their fp32 elements between the stages that have a copy, once per iteration.
     """
-    for parameter in tied:
-        mesh.pp.all_reduce(parameter.grad)
+    for embedding in tied:
+        if not embedding.copies:
+            continue
+        first, *others = (copy.grad for copy in embedding.copies)
+        for gradient in others:
+            first += gradient
+        embedding.axis.all_reduce(first)
+        for gradient in others:
+            gradient.copy_(first)
 
 
 def clip_gradients(
-    model: nn.Module, tied: Iterable[nn.Parameter], mesh: Mesh, max_norm: float, shards: Axis | None = None
+    model: nn.Module, tied: Iterable[Tied], mesh: Mesh, max_norm: float, shards: Axis | None = None
 ) -> Tensor:
     """Scales the gradients to a global norm of at most `max_norm` (0: never) and returns the norm, a tensor [].
 
-    Every parameter of the whole model counts once: what all TP ranks hold counts on the first, tied embeddings on the
-    first stage. One number travels over the TP and PP axes, and over `shards` if FSDP2 has divided the gradients;
-    nothing waits for the GPU.
+    Every parameter of the whole model counts once: what all TP ranks hold counts on the first, tied embeddings by the
+    first stage's first copy. One number travels over the TP and PP axes, and over `shards` if FSDP2 has divided the
+    gradients; nothing waits for the GPU.
     """
-    copies = set(tied) if mesh.pp.rank > 0 else set()
+    counted_here = 1 if mesh.is_first_stage else 0
+    copies = {copy for embedding in tied for copy in embedding.copies[counted_here:]}
     gradients = {parameter: local_part(parameter.grad) for parameter in model.parameters()}
     counted = []
     for parameter, gradient in gradients.items():

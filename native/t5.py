@@ -1,9 +1,10 @@
 """The T5 that Megatron-DeepSpeed trains: an encoder, a decoder that attends to it, and a head with an output bias.
 
-A pipeline stage builds only the encoder or the decoder.
+A pipeline stage builds only some layers of the encoder or of the decoder.
 """
 
 import math
+import re
 from argparse import Namespace
 
 import torch
@@ -11,58 +12,101 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from native.layers import Embedding, Stack
-from native.parallel import Axis, Mesh
+from native.parallel import Axis, Mesh, Tied
 from native.precision import cast
-from native.tensor_parallel import enter_tp, sliced, vocab_cross_entropy
+from native.tensor_parallel import VocabEmbedding, enter_tp, sliced, vocab_cross_entropy
+from t5bench.model.layout import share
 
 
 class T5(nn.Module):
-    """Encoder and decoder, or the one of them that this pipeline stage holds, with the stage's own embeddings."""
+    """Encoder and decoder, or the layers of one of them that this pipeline stage holds, with the stage's embeddings."""
 
     def __init__(self, args: Namespace, mesh: Mesh) -> None:
         super().__init__()
         self.tp = mesh.tp
         self.pad = args.pad_token
         self.dtype = args.dtype
-        # Tokens of a sample that travel between pipeline stages.
-        self.stage_length = args.encoder_seq_length // self.tp.sequence_parts
-        parts: dict[str, nn.Module] = {"embedding": Embedding(args, self.tp)}
-        if mesh.pp.rank == 0:
-            parts["encoder"] = Stack(args, self.tp, args.encoder_num_layers, causal=False)
-        if mesh.is_last_stage:
-            parts["decoder"] = Stack(args, self.tp, args.decoder_num_layers, causal=True, cross=True)
+        self.decoder_length = args.decoder_seq_length // self.tp.sequence_parts
+        self.is_first = mesh.is_first_stage
+        self.is_last = mesh.is_last_stage
+        stage = mesh.pp.rank
+        split = args.pipeline_model_parallel_split_rank if mesh.pp.size > 1 else 0  # the decoder's first stage
+        encoder_stages = range(split or 1)
+        decoder_stages = range(split, mesh.pp.size)
+        self.first_layer = 0
+        parts: dict[str, nn.Module] = {}
+        if stage in (0, split):
+            parts["embedding"] = Embedding(args, self.tp)
+        elif self.is_last:
+            self.word_embeddings_for_head = VocabEmbedding(args.padded_vocab_size, args.hidden_size, self.tp)
+        if stage in encoder_stages:
+            layers = share(args.encoder_num_layers, encoder_stages, stage)
+            self.first_layer = layers.start
+            ends = stage == encoder_stages[-1]
+            parts["encoder"] = Stack(args, self.tp, len(layers), causal=False, is_last=ends)
+        if stage in decoder_stages:
+            layers = share(args.decoder_num_layers, decoder_stages, stage)
+            self.first_layer = layers.start
+            parts["decoder"] = Stack(args, self.tp, len(layers), causal=True, cross=True, is_last=self.is_last)
+        if self.is_last:
             self.lm_head = LMHead(args, self.tp)
         self.language_model = nn.ModuleDict(parts)
-        self.tied: list[nn.Parameter] = []  # parameters of which the other stage has a copy
+        # Tokens of a sample that come from the stage before.
+        self.received_length = args.encoder_seq_length // self.tp.sequence_parts
+        if stage > split:
+            self.received_length += self.decoder_length
+        self.tied: list[Tied] = []  # of which other stages have copies, too
         if mesh.pp.size > 1:
-            self.tied = list(parts["embedding"].parameters())
+            words = self.word_embeddings()
+            positions = parts["embedding"].position_embeddings if "embedding" in parts else None
+            self.tied = [
+                Tied({0, split, mesh.pp.size - 1}, [words.weight] if words else []),
+                Tied({0, split}, [positions.weight] if positions else []),
+            ]
+
+    def word_embeddings(self) -> VocabEmbedding | None:
+        """Of the stage's embedding, or the last stage's copy for the head; None on a stage in between."""
+        if "embedding" in self.language_model:
+            return self.language_model["embedding"].word_embeddings
+        return self.word_embeddings_for_head if self.is_last else None
 
     def forward(
-        self, encoder_tokens: Tensor, decoder_tokens: Tensor, labels: Tensor, encoded: Tensor | None = None
+        self, encoder_tokens: Tensor, decoder_tokens: Tensor, labels: Tensor, received: Tensor | None = None
     ) -> Tensor:
         """The loss of each label, [b, s_dec] fp32 and 0 where the label is -1.
 
-        A stage without the decoder returns the encoder's output [b, s_enc, hidden], and a stage without the encoder
-        takes that as `encoded`. Token ids and labels are int64, [b, s_enc] or [b, s_dec].
+        Of stages, only the last returns that. One of the encoder returns hidden states [b, s_enc, hidden]. One of the
+        decoder returns [b, s_dec + s_enc, hidden]: hidden states, and behind them the encoder's output, which the next
+        stages need. `received` is what the stage before returned. Token ids and labels are int64, [b, s_enc] or
+        [b, s_dec].
         """
         model = self.language_model
         # A boolean mask would be converted into this one in every layer.
         mask = torch.zeros_like(encoder_tokens, dtype=self.dtype)
         mask = mask.masked_fill_(encoder_tokens == self.pad, -math.inf)[:, None, None, :]  # [b, 1, 1, s_enc]
         if "encoder" in model:
-            encoded = model["encoder"](model["embedding"](encoder_tokens), mask)
+            x = model["embedding"](encoder_tokens) if self.is_first else received
+            received = model["encoder"](x, mask)  # [b, s_enc, hidden]
         if "decoder" not in model:
-            return encoded
+            return received
+        if "embedding" in model:
+            x = model["embedding"](decoder_tokens)  # [b, s_dec, hidden]
+            encoded = received
+        else:
+            x, encoded = received.tensor_split([self.decoder_length], dim=1)
         # Entering here rather than in each layer: backward sums the layers' gradients first and sends one.
-        encoded = enter_tp(encoded, self.tp)
-        x = model["decoder"](model["embedding"](decoder_tokens), mask, encoded)  # [b, s_dec, hidden]
-        words = model["embedding"].word_embeddings
+        x = model["decoder"](x, mask, enter_tp(encoded, self.tp))  # [b, s_dec, hidden]
+        if not self.is_last:
+            return torch.cat([x, encoded], dim=1)
+        words = self.word_embeddings()
         logits = self.lm_head(enter_tp(x, self.tp), words.weight)  # [b, s_dec, vocabulary / tp]
         return vocab_cross_entropy(logits, labels, self.tp)
 
     def whole_name(self, name: str) -> str:
-        """The name of a stage's parameter in the model of one process: here the same."""
-        return name
+        """The name of a stage's parameter in the model of one process; each stage counts its layers from 0."""
+        if name == "word_embeddings_for_head.weight":
+            return "language_model.embedding.word_embeddings.weight"
+        return re.sub(r"layers\.(\d+)", lambda match: f"layers.{int(match[1]) + self.first_layer}", name)
 
 
 class LMHead(nn.Module):

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from t5bench import Problem
 from t5bench.convert.checkpoint_file import read_checkpoint_file
+from t5bench.model.layout import share
 
 COLUMNS = re.compile(r".*(query_key_value|query|key_value|dense_h_to_4h|word_embeddings\w*|lm_head)\.(weight|bias)")
 ROWS = re.compile(r".*\.(dense|dense_4h_to_h)\.weight")
@@ -38,7 +39,7 @@ class Cut:
 
     @classmethod
     def of(cls, args: Namespace, tp: int, pp: int) -> "Cut":
-        """args: the engine's arguments. Raises Problem if the model cannot be cut in this way."""
+        """How Megatron-DeepSpeed cuts it. args: the engine's arguments. Raises Problem if it cannot."""
         is_t5 = args.decoder_num_layers is not None
         layers = {"encoder": args.encoder_num_layers}
         if is_t5:
@@ -52,6 +53,12 @@ class Cut:
             remedy += "; gated layers, grouped queries and a head of its own are not supported"
             raise Problem(f"the model cannot be cut for TP {tp} and PP {pp}", remedy)
         return cut
+
+    @classmethod
+    def of_checkpoint(cls, args: Namespace) -> "Cut":
+        """How the engine that wrote a checkpoint with these arguments has cut it: see native_arguments()."""
+        native = getattr(args, "native_cut", None)
+        return native or cls.of(args, args.tensor_model_parallel_size, args.pipeline_model_parallel_size)
 
     def stages(self, kind: str) -> range:
         """The pipeline stages that hold the encoder's or the decoder's layers."""
@@ -69,8 +76,11 @@ class Cut:
         match = LAYER.fullmatch(name)
         if not match:
             return stages[-1:], name
-        stage, layer = divmod(int(match[3]), self.layers[match[2]] // len(stages))
-        return stages[stage : stage + 1], f"{match[1]}.{layer}.{match[4]}"
+        for stage in stages:
+            layers = share(self.layers[match[2]], stages, stage)
+            if int(match[3]) in layers:
+                return range(stage, stage + 1), f"{match[1]}.{layers.index(int(match[3]))}.{match[4]}"
+        raise Problem(f"the model has no layer of the name {name}")
 
     def whole_name(self, name: str, stage: int) -> str:
         """The name that a stage's parameter has in the whole model."""
@@ -78,8 +88,8 @@ class Cut:
         if not match:
             return name
         stages = self.stages(match[2])
-        before = (stage - stages.start) * (self.layers[match[2]] // len(stages))
-        return f"{match[1]}.{before + int(match[3])}.{match[4]}"
+        first = share(self.layers[match[2]], stages, stage).start
+        return f"{match[1]}.{first + int(match[3])}.{match[4]}"
 
     def pieces(self, name: str, whole: Tensor) -> list[Tensor]:
         """Each tensor-parallel rank's part of a parameter; self-attention's query, key and value are cut separately."""
@@ -101,7 +111,7 @@ def cut_along(name: str) -> tuple[int | None, int]:
 
 def whole_weights(folder: Path, args: Namespace) -> Weights:
     """All parameters of a checkpoint, each in one piece. args: the engine's arguments, as the checkpoint has them."""
-    cut = Cut.of(args, args.tensor_model_parallel_size, args.pipeline_model_parallel_size)
+    cut = Cut.of_checkpoint(args)
     parts: dict[str, dict[int, tuple[Weights, str]]] = {}
     for rank in range(cut.tp):
         for stage in range(1 if args.deepspeed else cut.pp):

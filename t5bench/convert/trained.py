@@ -10,13 +10,14 @@ import torch
 
 from t5bench import Problem
 from t5bench.convert.checkpoint_file import read_checkpoint_file
-from t5bench.convert.shards import Weights, whole_weights
+from t5bench.convert.shards import Cut, Weights, whole_weights
 from t5bench.model.job import Architecture
 from t5bench.record.checkpoints import TRACKER, Checkpoints
 from t5bench.record.records import Run, load
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 IMPORTED = "release"  # Megatron's name for a checkpoint of no iteration
+INTERLEAVED = "Only checkpoints of PIPELINE_SCHEDULE=1f1b and gpipe can be converted"
 NO_CHECKPOINT = "Train with SAVE_INTERVAL=100, for example"
 
 
@@ -102,10 +103,16 @@ def native_arguments(record: Run) -> Namespace:
     """The native engine's checkpoint has no arguments; these are what its plan says, under Megatron's names."""
     plan = record.plan
     architecture = record.architecture
+    if "virtual_pipeline_stages" in plan.named_arguments:
+        raise Problem(f"{record.directory} was trained with several parts of the model on each stage", INTERLEAVED)
     given = plan.named_arguments
     is_t5 = architecture.family == "t5"
     encoder_layers = architecture.encoder_layers if is_t5 else architecture.decoder_layers
+    layers = {"encoder": encoder_layers}
+    if is_t5:
+        layers["decoder"] = architecture.decoder_layers
     return Namespace(
+        native_cut=Cut(record.layout.tp, record.layout.pp, record.layout.split_rank or 0, layers),
         encoder_num_layers=encoder_layers,
         num_layers=encoder_layers,
         decoder_num_layers=architecture.decoder_layers if is_t5 else None,

@@ -26,8 +26,7 @@ def in_order_of_gradients(job: Job, stage: int) -> list[int]:
         return [*head, *layers, *by_part["embedding"]]
     words = by_part["embedding"][:1]
     positions = by_part["embedding"][1:]
-    # A head in the same stage casts the words last, otherwise they have no copy, as the positions.
-    return [*positions, *head, *words, *layers] if head else [*words, *positions, *layers]
+    return [*positions, *head, *words, *layers]
 
 
 def casts_come_last(job: Job) -> bool:
@@ -43,6 +42,8 @@ def casts_come_last(job: Job) -> bool:
 
 def ddp_buckets(job: Job, stage: int) -> list[int]:
     """Bytes of DDP's buckets from the second iteration on. A bucket is closed once it has reached its limit."""
+    if job.parallel.virtual_stages > 1:  # each chunk has its own
+        return [size for chunk in job.parallel.chunks_of(stage) for size in ddp_buckets(job.apart, chunk)]
     buckets: list[int] = []
     filled = 0
     limit = FIRST_DDP_BUCKET

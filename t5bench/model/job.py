@@ -120,9 +120,10 @@ class Parallel:
     tensor: int = 1
     pipeline: int = 1
     data: int = 1
-    split_rank: int | None = None  # the pipeline stage at which the decoder begins, half of the stages unless given
+    split_rank: int | None = None  # where the decoder begins, see decoder_stage; at half unless given
     sequence_parallel: bool = False
     virtual_stages: int = 1  # model chunks on each GPU under the interleaved schedule
+    schedule: str = "1f1b"  # or "gpipe", or "interleaved"
     devices_per_node: int = 8
     shards: int = 0  # FSDP2: data-parallel GPUs that share one copy of the states; 0 if all do
     deepspeed: bool = False  # its pipeline engine, whose last stage copies the whole tied embedding, positions too
@@ -136,8 +137,17 @@ class Parallel:
 
     @property
     def decoder_stage(self) -> int:
-        """The first stage with decoder layers of an encoder-decoder."""
-        return self.split_rank if self.split_rank is not None else self.pipeline // 2
+        """The first stage with decoder layers of an encoder-decoder; of virtual stages, the first chunk with them."""
+        return self.split_rank if self.split_rank is not None else self.chunks // 2
+
+    @property
+    def chunks(self) -> int:
+        """Parts of the model: each stage has one, or as many as it has virtual stages: every p-th, from its own number
+        on."""
+        return self.pipeline * self.virtual_stages
+
+    def chunks_of(self, stage: int) -> range:
+        return range(stage, self.chunks, self.pipeline)
 
     @property
     def states_over(self) -> int:
@@ -325,6 +335,8 @@ class Job:
                 split_rank=layout.split_rank,
                 sequence_parallel=_given(arguments, "sequence_parallel"),
                 devices_per_node=layout.nproc_per_node,
+                virtual_stages=int(arguments.get("virtual_pipeline_stages") or 1),
+                schedule=arguments.get("pipeline_schedule") or "1f1b",
                 shards=int(arguments.get("fsdp2_shard_size") or 0),
                 deepspeed=layout.pp > 1 and zero.stage > 0,
             ),
@@ -339,6 +351,12 @@ class Job:
             dropout=float(arguments.get("hidden_dropout") or 0),
             engine=plan.engine,
         )
+
+    @property
+    def apart(self) -> "Job":
+        """The same job with every chunk of the model as the only one of a stage."""
+        parallel = self.parallel
+        return self.on(pipeline=parallel.chunks, virtual_stages=1, split_rank=parallel.split_rank)
 
     def on(self, **sizes: Any) -> "Job":
         """The same job in another layout: fields of Parallel."""
@@ -362,8 +380,6 @@ def beyond_native(
     """Why the native engine cannot train in this layout and precision; "" if it can."""
     if is_fp16:
         return "the native engine does not train in fp16, because it has no loss scaling"
-    if pipeline > 2:
-        return f"the native engine has at most two pipeline stages, but {pipeline} were asked for"
     if has_zero and tensor * pipeline > 1:
         return "the native engine's ZeRO shards only over data-parallel ranks, without TP and PP"
     if has_fsdp2 and pipeline > 1:

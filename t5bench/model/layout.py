@@ -3,6 +3,7 @@
 Ranks are laid out as in Megatron: tensor parallel fastest (neighbours talk most), then data parallel, then pipeline.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -26,6 +27,30 @@ def coordinates(rank: int, tp: int, dp: int) -> Coordinates:
 def rank_at(stage: int, dp_rank: int, tp_rank: int, tp: int, dp: int) -> int:
     """The rank at a place, the reverse of coordinates()."""
     return (stage * dp + dp_rank) * tp + tp_rank
+
+
+def share(layers: int, stages: range, stage: int) -> range:
+    """The layers of one of the pipeline stages that divide them: spread evenly, and the first stages have one more."""
+    least, rest = divmod(layers, len(stages))
+    before = stage - stages.start
+    first = before * least + min(before, rest)
+    return range(first, first + least + (1 if before < rest else 0))
+
+
+def decoder_stage(encoder: Sequence[float], decoder: Sequence[float], stages: int) -> int:
+    """The decoder's first stage, so that the stage with the most work has as little as possible.
+
+    encoder, decoder: the work of each layer. Of equally good stages it is the one nearest to the middle.
+    """
+
+    def busiest(split: int) -> float:
+        work = [sum(encoder[layer] for layer in share(len(encoder), range(split), stage)) for stage in range(split)]
+        rest = range(split, stages)
+        work += [sum(decoder[layer] for layer in share(len(decoder), rest, stage)) for stage in rest]
+        return max(work)
+
+    fitting = range(max(1, stages - len(decoder)), min(stages - 1, len(encoder)) + 1)
+    return min(fitting, key=lambda split: (busiest(split), abs(2 * split - stages)))
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from t5bench.model import buckets
 from t5bench.model.job import Job
 from t5bench.model.machine import MIB, Device
 from t5bench.model.parameters import Stage, layer_shapes, parameters, stage_of, tensors
+from t5bench.model.schedule import GPIPE
 from t5bench.model.traffic import sharded_groups
 
 FP32_GRADIENTS = 4  # bytes per parameter of the fp32 gradients that an update makes
@@ -440,12 +441,16 @@ def _mlp(job: Job, tokens: int) -> float:
 
 
 def in_flight(job: Job, stage: int) -> int:
-    """The largest number of chunks of layers between their forward and their backward pass, on a stage under 1F1B.
+    """The largest number of chunks of layers between their forward and their backward pass, on a stage.
+
+    1F1B keeps as many as there are stages from here to the end; GPipe keeps all.
 
     Interleaved (https://arxiv.org/abs/2104.04473, section 2.2): Megatron-LM core/pipeline_parallel/schedules.py:839.
     """
     p = job.parallel.pipeline
     v = job.parallel.virtual_stages
+    if job.parallel.schedule == GPIPE:
+        return job.micro_batches
     if v > 1:
         return min(2 * (p - stage - 1) + (v - 1) * p + 1, v * job.micro_batches)
     return min(p - stage, job.micro_batches)
@@ -506,6 +511,8 @@ def _ends(job: Job, part: Stage) -> float:
         size += _norm(job, tokens)
     if a.cross_attention and has_decoder and not has_encoder:
         size += job.tokens(False) * a.hidden * job.element  # the encoder's output, received
+    if job.engine == "native" and job.parallel.pipeline > 1:
+        size += _sent(job, part)
     if a.family == "bert" and part.head:
         size += 8 * job.tokens(False) * a.hidden  # dense, gelu and norm of the transform
     if a.family != "gpt" and "unfused" in (job.attention, job.causal_attention):
@@ -513,6 +520,18 @@ def _ends(job: Job, part: Stage) -> float:
         decoder = a.decoder_length if has_decoder else 0
         size += job.micro_batch * (encoder * encoder + decoder * decoder + decoder * a.encoder_length)
     return size
+
+
+def _sent(job: Job, part: Stage) -> float:
+    """What a stage of the native engine keeps of its output, in which a decoder's has the encoder's behind it. The
+    final norm's output counts with the norm."""
+    a = job.architecture
+    tokens = 0
+    if part.decoder_layers and not part.head:
+        tokens = job.tokens(True) + (job.tokens(False) if a.cross_attention else 0)
+    elif part.encoder_layers and not part.decoder_layers:
+        tokens = job.tokens(False)
+    return float(tokens * a.hidden * job.element)
 
 
 def logits_bytes(job: Job, stage: int = 0) -> tuple[float, float]:

@@ -9,6 +9,7 @@ from math import prod
 from typing import NamedTuple
 
 from t5bench.model.job import Architecture, Parallel
+from t5bench.model.layout import share
 
 WHOLE = Parallel()
 Shape = tuple[int, ...]
@@ -19,8 +20,13 @@ class Stage(NamedTuple):
 
     encoder_layers: int
     decoder_layers: int
-    embedding: bool
+    embeddings: int
+    """Two if a stage's chunks begin the encoder and the decoder."""
     head: bool
+
+    @property
+    def embedding(self) -> bool:
+        return self.embeddings > 0
 
 
 @lru_cache(maxsize=65536)
@@ -29,23 +35,20 @@ def stage_of(a: Architecture, parallel: Parallel, stage: int = 0) -> Stage:
 
     The first stage has an embedding, the decoder's first too, and the last has the head with its own copy of the words.
     """
-    stages = parallel.pipeline
-    begin = parallel.decoder_stage if a.cross_attention and stages > 1 else 0
-    if a.cross_attention and stages > 1 and not 0 < begin < stages:
-        raise ValueError(f"a pipeline of {stages} stages cannot begin its decoder at stage {begin}")
+    chunks = parallel.chunks
+    begin = parallel.decoder_stage if a.cross_attention and chunks > 1 else 0
+    if a.cross_attention and chunks > 1 and not 0 < begin < chunks:
+        raise ValueError(f"a pipeline of {chunks} stages cannot begin its decoder at stage {begin}")
+    own = parallel.chunks_of(stage)
 
-    def share(layers: int, stages: range) -> int:
-        """The first of the stages get one more if the layers cannot be divided evenly."""
-        if stage not in stages:
-            return 0
-        least, rest = divmod(layers, len(stages))
-        return least + 1 if stage - stages.start < rest else least
+    def held(layers: int, among: range) -> int:
+        return sum(len(share(layers, among, chunk)) for chunk in own if chunk in among)
 
     return Stage(
-        encoder_layers=share(a.encoder_layers, range(begin or stages)),
-        decoder_layers=share(a.decoder_layers, range(begin, stages)),
-        embedding=stage in (0, begin),
-        head=stage == stages - 1,
+        encoder_layers=held(a.encoder_layers, range(begin or chunks)),
+        decoder_layers=held(a.decoder_layers, range(begin, chunks)),
+        embeddings=sum(chunk in (0, begin) for chunk in own),
+        head=stage == parallel.pipeline - 1,
     )
 
 
@@ -87,13 +90,15 @@ def tensors(a: Architecture, parallel: Parallel = WHOLE, stage: int = 0) -> dict
     last layer, a transform, a pooler and two classes.
     """
     part = stage_of(a, parallel, stage)
-    last = parallel.pipeline - 1
-    encoder_end = parallel.decoder_stage - 1 if a.cross_attention and last else last
+    last = parallel.chunks - 1
+    own = parallel.chunks_of(stage)
+    begin = parallel.decoder_stage if a.cross_attention and last else 0
+    encoder_end = begin - 1 if a.cross_attention and last else last
     shapes: dict[str, list[Shape]] = {
-        "embedding": _embedding(a, parallel) if part.embedding else [],
-        "encoder": _stack(a, parallel, part.encoder_layers, is_decoder=False, ends=stage == encoder_end),
-        "decoder": _stack(a, parallel, part.decoder_layers, is_decoder=True, ends=stage == last),
-        "head": _head(a, parallel, has_embedding=part.embedding) if part.head else [],
+        "embedding": part.embeddings * _embedding(a, parallel),
+        "encoder": _stack(a, parallel, part.encoder_layers, is_decoder=False, ends=encoder_end in own),
+        "decoder": _stack(a, parallel, part.decoder_layers, is_decoder=True, ends=last in own),
+        "head": _head(a, parallel, has_embedding=last in (0, begin)) if part.head else [],
     }
     return {name: [prod(shape) for shape in shapes_of_part] for name, shapes_of_part in shapes.items()}
 

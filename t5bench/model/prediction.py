@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
-from t5bench.model import flops, intervals, time, traffic
+from t5bench.model import flops, intervals, schedule, time, traffic
 from t5bench.model.job import Job
 from t5bench.model.machine import GIB, Device, Link, Machine
 from t5bench.model.memory import Memory, memory_of
@@ -62,6 +62,21 @@ class Prediction:
     @cached_property
     def time(self) -> time.Time | None:
         return time.iteration(self.job, self.machine, self.backend, self.slower) if self.slower else None
+
+    @cached_property
+    def bubble(self) -> float | None:
+        """The share of an iteration's forward and backward passes in which pipeline stages wait (schedule.py).
+
+        Unequal stages count as they are, and transfers do not. None without a pipeline.
+        """
+        parallel = self.job.parallel
+        if parallel.pipeline == 1:
+            return None
+        passes = [time.stage_seconds(self.job, self.machine.device, stage) for stage in range(parallel.pipeline)]
+        forward = [before.seconds for before, _ in passes]
+        backward = [after.seconds for _, after in passes]
+        m = self.job.micro_batches
+        return schedule.idle_share(forward, backward, m, parallel.virtual_stages, parallel.schedule)
 
     @property
     def seconds_interval(self) -> tuple[float, float] | None:
@@ -120,6 +135,7 @@ class Prediction:
                 "seconds": self.seconds_interval,
                 "memory": self.memory_interval,
             },
+            "bubble": self.bubble,
             "tflops_per_gpu": self.tflops,
             "mfu": self.mfu,
             "limit": self.limit,

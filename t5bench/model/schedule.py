@@ -1,7 +1,8 @@
-"""When each pipeline stage computes: one forward, one backward (1F1B), simulated for any number of unequal stages.
+"""When each pipeline stage computes, simulated for any number of unequal stages. The native engine follows order().
 
-Narayanan et al. (https://arxiv.org/abs/2104.04473, section 2.2) describe it, and its interleaved form: a GPU has
-several chunks of the model, and micro-batches go round the GPUs once per chunk.
+1F1B (one forward, one backward) and its interleaved form, in which a GPU has several chunks of the model and
+micro-batches go round the GPUs once per chunk: Narayanan et al. (https://arxiv.org/abs/2104.04473, section 2.2). GPipe,
+all forwards before all backwards: Huang et al. (https://arxiv.org/abs/1811.06965, section 2.3).
 """
 
 from collections import deque
@@ -23,14 +24,19 @@ class Slot:
     end: float
 
 
-def order(stage: int, stages: int, micro_batches: int, chunks: int = 1) -> list[tuple[str, int, int]]:
-    """What a stage does, in order: (way, micro-batch, chunk)."""
+GPIPE = "gpipe"
+
+
+def order(
+    stage: int, stages: int, micro_batches: int, chunks: int = 1, kind: str = "1f1b"
+) -> list[tuple[str, int, int]]:
+    """What a stage does, in order: (way, micro-batch, chunk). kind: GPIPE, or any other word for 1F1B."""
     if chunks > 1 and micro_batches % stages:
         raise ValueError(f"the interleaved schedule takes a multiple of {stages} micro-batches, found {micro_batches}")
     total = micro_batches * chunks
     stages_behind = stages - stage - 1
     warm_up = stages_behind if chunks == 1 else 2 * stages_behind + (chunks - 1) * stages
-    ahead = min(total, warm_up)  # forwards before the first backward
+    ahead = total if kind == GPIPE else min(total, warm_up)  # forwards before the first backward
 
     def step(way: str, k: int) -> tuple[str, int, int]:
         rounds, place = divmod(k, stages * chunks)
@@ -47,7 +53,12 @@ def order(stage: int, stages: int, micro_batches: int, chunks: int = 1) -> list[
 
 
 def one_f_one_b(
-    forward: Sequence[float], backward: Sequence[float], micro_batches: int, transfer: float = 0.0, chunks: int = 1
+    forward: Sequence[float],
+    backward: Sequence[float],
+    micro_batches: int,
+    transfer: float = 0.0,
+    chunks: int = 1,
+    kind: str = "1f1b",
 ) -> list[Slot]:
     """The slots of an iteration, in the order in which they start.
 
@@ -56,7 +67,7 @@ def one_f_one_b(
     """
     stages = len(forward)
     last = stages * chunks - 1
-    queues = [deque(order(stage, stages, micro_batches, chunks)) for stage in range(stages)]
+    queues = [deque(order(stage, stages, micro_batches, chunks, kind)) for stage in range(stages)]
     free = [0.0] * stages  # when each stage has ended its last slot
     slots: list[Slot] = []
     ready = list(range(stages))
@@ -84,7 +95,12 @@ def one_f_one_b(
 
 
 def duration(
-    forward: Sequence[float], backward: Sequence[float], micro_batches: int, transfer: float = 0.0, chunks: int = 1
+    forward: Sequence[float],
+    backward: Sequence[float],
+    micro_batches: int,
+    transfer: float = 0.0,
+    chunks: int = 1,
+    kind: str = "1f1b",
 ) -> float:
     """Seconds from the first forward to the last backward; long schedules are extrapolated from their steady state."""
     stages = len(forward)
@@ -94,13 +110,25 @@ def duration(
     more = few + stages
 
     def end(simulated: int) -> float:
-        return max(slot.end for slot in one_f_one_b(forward, backward, simulated, transfer, chunks))
+        return max(slot.end for slot in one_f_one_b(forward, backward, simulated, transfer, chunks, kind))
 
     if micro_batches <= more:
         return end(micro_batches)
     end_of_more = end(more)
     per_micro_batch = (end_of_more - end(few)) / stages
     return end_of_more + per_micro_batch * (micro_batches - more)
+
+
+def idle_share(
+    forward: Sequence[float], backward: Sequence[float], micro_batches: int, chunks: int = 1, kind: str = "1f1b"
+) -> float:
+    """The bubble: the share of all stages' time, from the first forward to the last backward, in which they wait.
+
+    Of equal stages it is (p - 1) / (v m + p - 1), p stages with v chunks each and m micro-batches (section 2.2).
+    """
+    whole = duration(forward, backward, micro_batches, chunks=chunks, kind=kind)
+    working = micro_batches * (sum(forward) + sum(backward))
+    return 1 - working / (len(forward) * whole)
 
 
 def draw(slots: Sequence[Slot], width: int = 100) -> str:

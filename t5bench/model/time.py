@@ -222,7 +222,8 @@ def iteration(job: Job, machine: Machine, backend: str = "nccl", slower: float =
     waits = _waits(job, machine, backend, passes)
     forward = [seconds.seconds + waits.forward[stage] for stage, (seconds, _) in enumerate(passes)]
     backward = [seconds.seconds + waits.backward[stage] for stage, (_, seconds) in enumerate(passes)]
-    whole = schedule.duration(forward, backward, m, waits.transfer, job.parallel.virtual_stages)
+    parallel = job.parallel
+    whole = schedule.duration(forward, backward, m, waits.transfer, parallel.virtual_stages, parallel.schedule)
     busiest = max(stages, key=lambda stage: forward[stage] + backward[stage])
     computing = m * sum(way.gpu for way in passes[busiest])
     waiting = m * (waits.forward[busiest] + waits.backward[busiest])

@@ -48,9 +48,14 @@ def rows(job: Job) -> list[Row]:
     """All collectives of an iteration, except those in groups of one rank."""
     stages_of_row: dict[Row, list[int]] = {}
     for stage in range(job.parallel.pipeline):
-        for row in (*_data_parallel(job, stage), *_tensor_parallel(job, stage), *_pipeline(job, stage)):
+        counts: Counter[Row] = Counter()
+        chunks = job.parallel.chunks_of(stage)
+        tensor_parallel = (row for chunk in chunks for row in _tensor_parallel(job.apart, chunk))
+        for row in (*_data_parallel(job, stage), *tensor_parallel, *_pipeline(job, stage)):
             if row.count and row.bytes:
-                stages_of_row.setdefault(row, []).append(stage)
+                counts[replace(row, count=0)] += row.count
+        for row, count in counts.items():
+            stages_of_row.setdefault(replace(row, count=count), []).append(stage)
     return [replace(row, stages=tuple(stages)) for row, stages in stages_of_row.items()]
 
 
@@ -336,24 +341,24 @@ def _stages(job: Job, stage: int) -> Iterator[Row]:
     """What stages send to each other, and what they both hold."""
     a = job.architecture
     parallel = job.parallel
-    last = parallel.pipeline - 1
+    last = parallel.chunks - 1
     slices = parallel.tensor if parallel.deepspeed else parallel.sequence
     token = job.micro_batch * job.element * a.hidden / slices
-    for source, kind, when in ((stage, "send", "each forward"), (stage - 1, "send back", "each backward")):
-        if 0 <= source < last:  # interleaved chunks also go from the last stage to the first, which is not counted
-            length = a.encoder_length or a.decoder_length
-            if a.cross_attention and source >= parallel.decoder_stage:
-                # Within the decoder the encoder's output is sent along.
-                length = a.encoder_length + a.decoder_length
-            count = job.micro_batches * parallel.virtual_stages
-            yield Row("activations", "pipeline", kind, count, length * token, when, "computing")
+    for chunk in parallel.chunks_of(stage):
+        for source, kind, when in ((chunk, "send", "each forward"), (chunk - 1, "send back", "each backward")):
+            if 0 <= source < last:
+                length = a.encoder_length or a.decoder_length
+                if a.cross_attention and source >= parallel.decoder_stage:
+                    # Within the decoder the encoder's output is sent along.
+                    length = a.encoder_length + a.decoder_length
+                yield Row("activations", "pipeline", kind, job.micro_batches, length * token, when, "computing")
     part = stage_of(a, parallel, stage)
     if a.tied and (part.embedding or part.head):
         # In fp32; DeepSpeed's pipeline engine reduces the parameter's own gradient (runtime/pipe/engine.py).
         width = job.element if parallel.deepspeed else 4
         word = a.padded_vocabulary // parallel.tensor * a.hidden * width
         yield Row("tied embedding", "embedding", "all-reduce", 1, word, "after backward")
-    if a.cross_attention and a.positions == "learned" and part.embedding:
+    if a.cross_attention and a.positions == "learned" and part.embedding and parallel.decoder_stage % parallel.pipeline:
         yield Row("positions", "position", "all-reduce", 1, a.position_rows * a.hidden * 4, "after backward")
 
 
@@ -381,7 +386,7 @@ def groups(parallel: Parallel, encoder_decoder: bool = True) -> dict[str, list[t
     pipelines = [tuple(rank(stage, replica, part) for stage in stages) for replica, part in product(replicas, slices)]
     models = [tuple(rank(stage, replica, part) for stage, part in product(stages, slices)) for replica in replicas]
     last = parallel.pipeline - 1
-    with_positions = {0, parallel.decoder_stage} if encoder_decoder and last else {0}
+    with_positions = {0, parallel.decoder_stage % parallel.pipeline} if encoder_decoder and last else {0}
     with_words = with_positions | {last}
     copies = {}
     if parallel.shards:  # FSDP2's: neighbours share the states, and each has its equal in every other copy
@@ -424,13 +429,16 @@ def steps(row: Row, size: int, backend: str) -> int:
     return ring if backend == "gloo" else min(ring, 4 * tree)
 
 
-def neighbours(kind: str, members: tuple[int, ...], backend: str = "nccl") -> Iterator[tuple[int, int]]:
-    """Who sends to whom, (from, to), in one group; every pair carries ring_bytes. A pipeline's ends are not joined."""
+def neighbours(
+    kind: str, members: tuple[int, ...], backend: str = "nccl", is_ring: bool = False
+) -> Iterator[tuple[int, int]]:
+    """Who sends to whom, (from, to), in one group; every pair carries ring_bytes. A pipeline's ends are not joined,
+    unless `is_ring`."""
     if kind == "send back":
         members = members[::-1]
     if kind == "broadcast" and backend == "gloo":  # a binomial tree from the first rank
         return ((members[i - 2 ** int(log2(i))], members[i]) for i in range(1, len(members)))
-    is_closed = len(members) > 1 and _rounds(kind, backend) > 0
+    is_closed = len(members) > 1 and (is_ring or _rounds(kind, backend) > 0)
     next_ones = members[1:] + members[:1] if is_closed else members[1:]
     return zip(members, next_ones, strict=False)
 
@@ -452,7 +460,9 @@ def node_bytes(job: Job, collectives: Sequence[Row], backend: str) -> list[float
             headers = MESSAGE / 2 * _gloo_messages(row, size)
         is_of_every_stage = row.group in ("model", "embedding", "position")
         for members in groups_of_row:
-            for source, target in neighbours(row.kind, members, backend):
+            # From the last stage to the first goes what has another chunk of layers before it.
+            is_ring = row.kind in ("send", "send back") and parallel.virtual_stages > 1
+            for source, target in neighbours(row.kind, members, backend, is_ring):
                 sender = source // per_node
                 receiver = target // per_node
                 if sender != receiver and (is_of_every_stage or source // ranks_of_stage in row.stages):

@@ -108,6 +108,7 @@ def own_arguments(draft: Draft, choices: Choices) -> list[str]:
     if draft.is_on("SEQUENCE_PARALLEL") and layout.tp > 1:
         words += ["--sequence-parallel"]
     words += zero_arguments(draft, choices)
+    words += schedule_arguments(draft, layout)
     return [*words, *draft.strategy.flags, *fsdp2_arguments(draft)]
 
 
@@ -157,6 +158,17 @@ def zero_arguments(draft: Draft, choices: Choices) -> list[str]:
         words += ["--cpu-optimizer"]
     if draft.is_on("ZERO_REDUCE_ONCE") and choices.zero_stage > 1:
         words += ["--zero-reduce-once"]
+    return words
+
+
+def schedule_arguments(draft: Draft, layout: Layout) -> list[str]:
+    """The schedule of a pipeline, unless it is 1F1B, for which Megatron-DeepSpeed has no argument."""
+    schedule = draft.value("PIPELINE_SCHEDULE")
+    words: list[str] = []
+    if layout.pp > 1 and schedule != "1f1b":
+        words += ["--pipeline-schedule", schedule]
+    if layout.pp > 1 and schedule == "interleaved":
+        words += ["--virtual-pipeline-stages", draft.value("VIRTUAL_PIPELINE_STAGES")]
     return words
 
 

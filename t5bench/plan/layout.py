@@ -1,8 +1,9 @@
 """Which device and how many processes a run takes, and how they divide the work."""
 
 from t5bench import Problem
-from t5bench.model.job import beyond_native
-from t5bench.model.layout import Layout
+from t5bench.model.flops import layer_multiply_adds, multiply_adds
+from t5bench.model.job import Architecture, beyond_native
+from t5bench.model.layout import Layout, decoder_stage
 from t5bench.plan.draft import Draft
 from t5bench.plan.families import family_of
 from t5bench.record.gpus import GpuInventory, visible_gpus
@@ -74,7 +75,10 @@ def divide(draft: Draft, per_node: int, zero_stage: int) -> Layout | None:
         found = f"{strategy.name} needs a multiple of {tp * pp} processes (TP={tp} x PP={pp}), found {world_size}"
         remedy = f"Set NNODES and NPROC_PER_NODE so that their product is divisible by {tp * pp}"
         refuse("world-size", f"{found} ({nnodes} node(s) x {per_node})", remedy)
-    _check_sizes(draft, tp, pp)
+    parts = pp  # of the model
+    if pp > 1 and draft.value("PIPELINE_SCHEDULE") == "interleaved":
+        parts *= draft.number("VIRTUAL_PIPELINE_STAGES")
+    _check_sizes(draft, tp, pp, parts)
     if draft.is_refused:
         return None
     dp = world_size // (tp * pp)
@@ -86,18 +90,53 @@ def divide(draft: Draft, per_node: int, zero_stage: int) -> Layout | None:
         refuse("batch-size", found, "Change GLOBAL_BATCH_SIZE or MICRO_BATCH_SIZE")
         return None
     micro_batches = global_batch // (micro_batch * dp)
-    split_rank = pp // 2 if pp > 1 and family_of(draft).has_encoder else None
+    split_rank = _decoder_stage(draft, parts) if pp > 1 and family_of(draft).has_encoder else None
     layout = Layout(nnodes, per_node, world_size, tp, pp, dp, micro_batches, split_rank)
     _check_rampup(draft, micro_batch * dp)
     if draft.is_on("SEQUENCE_PARALLEL") and tp > 1:
         _check_sequence_parallel(draft, tp)
+    _check_schedule(draft, layout)
     if draft.value("ENGINE") == "native":
         _check_native(draft, layout, zero_stage)
     return layout
 
 
-def _check_sizes(draft: Draft, tp: int, pp: int) -> None:
-    """Checks that the model can be divided."""
+def _check_schedule(draft: Draft, layout: Layout) -> None:
+    schedule = draft.value("PIPELINE_SCHEDULE")
+    if layout.pp == 1 or schedule == "1f1b":
+        return
+    if draft.value("ENGINE") != "native":
+        found = f"PIPELINE_SCHEDULE={schedule} is the native engine's, and Megatron-DeepSpeed runs here with 1f1b alone"
+        draft.refuse("pipeline-schedule", found, "Set ENGINE=native, or PIPELINE_SCHEDULE=1f1b")
+    elif schedule == "interleaved" and layout.micro_batches % layout.pp:
+        found = f"the interleaved schedule takes a multiple of {layout.pp} micro-batches, found {layout.micro_batches}"
+        draft.refuse("pipeline-schedule", found, "Change GLOBAL_BATCH_SIZE or MICRO_BATCH_SIZE, or PIPELINE_SCHEDULE")
+
+
+def _decoder_stage(draft: Draft, parts: int) -> int:
+    """The first part of the model that has layers of the decoder; the parts are stages, or several in a stage.
+
+    Megatron-DeepSpeed's stacks get as many stages. The native engine's parts are to take equally long: a layer counts
+    by its multiply-adds for a sample, and the last layer with the head.
+    """
+    if draft.value("ENGINE") != "native":
+        return parts // 2
+    family = family_of(draft)
+    sizes = {name.lower(): draft.value(name) for name in family.stacks + family.lengths}
+    sizes |= {
+        "hidden_size": draft.value("HIDDEN_SIZE"),
+        "num_attention_heads": draft.value("NUM_ATTENTION_HEADS"),
+        "ffn_hidden_size": draft.value("FFN_HIDDEN_SIZE"),
+    }
+    a = Architecture.of_arguments(sizes, family.vocabulary)
+    encoder = [sum(layer_multiply_adds(a))] * a.encoder_layers
+    decoder = [sum(layer_multiply_adds(a, decoder=True))] * a.decoder_layers
+    decoder[-1] += multiply_adds(a)["head"]
+    return decoder_stage(encoder, decoder, parts)
+
+
+def _check_sizes(draft: Draft, tp: int, pp: int, parts: int) -> None:
+    """Checks that the model can be divided. parts: into which its layers are, each stage having as many."""
     refuse = draft.refuse
     stacks = family_of(draft).stacks
     hidden = draft.number("HIDDEN_SIZE")
@@ -109,14 +148,19 @@ def _check_sizes(draft: Draft, tp: int, pp: int) -> None:
             refuse("tensor-size", f"{name}={draft.number(name)} is not divisible by the tensor-parallel size {tp}")
     if draft.number("VOCABULARY_MULTIPLE") % tp:
         refuse("tensor-size", f"the tensor-parallel size must divide VOCABULARY_MULTIPLE, found {tp}")
-    if pp > 1 and pp % len(stacks):
+    layers = sum(draft.number(name) for name in stacks)
+    if draft.value("ENGINE") == "native":
+        if parts > layers:
+            found = f"PIPELINE_PARALLEL_SIZE={pp} divides the model into {parts} parts, but it has {layers} layers"
+            refuse("pipeline-size", found, "Every part needs a layer: choose fewer stages, or a deeper model")
+    elif pp > 1 and pp % len(stacks):
         found = f"the pipeline-parallel size must be even (half encoder, half decoder), found {pp}"
-        refuse("pipeline-size", found)
+        refuse("pipeline-size", found, "ENGINE=native trains with any number of stages")
     elif pp > 1:
         for name in stacks:
             if draft.number(name) % (pp // len(stacks)):
                 found = f"{name}={draft.number(name)} does not divide over {pp // len(stacks)} stages"
-                refuse("pipeline-size", found)
+                refuse("pipeline-size", found, "ENGINE=native gives the first stages a layer more")
 
 
 def _check_native(draft: Draft, layout: Layout, zero_stage: int) -> None:

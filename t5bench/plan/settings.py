@@ -37,6 +37,8 @@ DECIDED_ELSEWHERE = {
     "--DDP-impl": "The record, the cost model and the parity check know only the engine's own DDP",
     "--distributed-backend": "DEVICE and SHARE_GPUS determine it",
     "--pipeline-model-parallel-split-rank": "PIPELINE_PARALLEL_SIZE determines it",
+    "--pipeline-schedule": "Use PIPELINE_SCHEDULE",
+    "--virtual-pipeline-stages": "Use VIRTUAL_PIPELINE_STAGES",
     "--save-interval": "Use SAVE_INTERVAL",
     "--skip-train": "Use EVAL_ONLY=1",
     "--rampup-batch-size": "Use RAMPUP_BATCH_SIZE",

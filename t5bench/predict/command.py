@@ -118,7 +118,14 @@ def show_schedule(prediction: Prediction) -> None:
         forward_pass, backward_pass = time.stage_seconds(job, prediction.machine.device, stage)
         forward.append(forward_pass.seconds)
         backward.append(backward_pass.seconds)
-    drawing = schedule.draw(schedule.one_f_one_b(forward, backward, job.micro_batches))
+    slots = schedule.one_f_one_b(
+        forward,
+        backward,
+        job.micro_batches,
+        chunks=job.parallel.virtual_stages,
+        kind=job.parallel.schedule,
+    )
+    drawing = schedule.draw(slots)
     print(f"\n{prediction.name}\n{drawing}")
 
 

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from native.parallel import Mesh
+from native.pipeline_parallel import Messages
 from native.trainers import PipelineTrainer, TorchTrainer, ZeroTrainer
 from t5bench import Problem
 from t5bench.imports import import_deepspeed
@@ -165,13 +166,15 @@ def native_arguments(job: Job, rank: int) -> Namespace:
     a = job.architecture
     parallel = job.parallel
     return Namespace(
-        family=a.family, num_layers=a.encoder_layers, recompute_granularity=None,
+        family=a.family, recompute_granularity=None, num_layers=a.encoder_layers,
         encoder_num_layers=a.encoder_layers, decoder_num_layers=a.decoder_layers, hidden_size=a.hidden,
         num_attention_heads=a.heads, kv_channels=a.head_size, ffn_hidden_size=a.ffn,
         encoder_seq_length=a.encoder_length, decoder_seq_length=a.decoder_length,
         max_position_embeddings=a.position_rows, padded_vocab_size=a.padded_vocabulary, pad_token=0,
         # A GPU's fused attention keeps no mask; a CPU has no such kernel with dropout.
         attention_dropout=0.0, hidden_dropout=job.dropout,
+        pipeline_model_parallel_split_rank=parallel.decoder_stage,
+        pipeline_schedule=parallel.schedule, virtual_pipeline_stages=parallel.virtual_stages,
         no_bias_gelu_fusion=False, init_method_std=0.02, compile=False, seed=1234,
         micro_batch_size=job.micro_batch, global_batch_size=job.global_batch, micro_batches=job.micro_batches,
         tp=parallel.tensor, pp=parallel.pipeline, dp=parallel.data, rank=rank, world_size=parallel.world,
@@ -214,10 +217,23 @@ def make_trainer(arguments: Namespace, mesh: Mesh) -> TorchTrainer:
     if arguments.deepspeed:
         return ZeroTrainer(arguments, mesh)
     trainer = (PipelineTrainer if arguments.pp > 1 else TorchTrainer)(arguments, mesh)
-    if trainer.replica is not None:
+    for replica in trainer.replicas:
         # The fake group's own answer holds no tensor, which DDP would not accept.
-        trainer.replica.register_comm_hook(mesh.dp.group, _reduce_bucket)
+        replica.register_comm_hook(mesh.dp.group, _reduce_bucket)
+    if isinstance(trainer, PipelineTrainer):
+        _forget_what_is_sent(trainer.messages)
     return trainer
+
+
+def _forget_what_is_sent(messages: Messages) -> None:
+    """A message of the fake group never says that it has arrived."""
+    send = messages.send
+
+    def send_and_forget(way: str, tensor: torch.Tensor) -> None:
+        send(way, tensor)
+        messages.sent.clear()
+
+    messages.__dict__["send"] = send_and_forget
 
 
 def _reduce_bucket(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -290,10 +306,12 @@ def predicted(job: Job, rank: int) -> Counter[Collective]:
     for row in traffic.rows(job):
         if row.kind in ("send", "send back"):
             way = step if row.kind == "send" else -step
+            before = (rank - way) % parallel.world
+            after = (rank + way) % parallel.world
             if stage in row.stages:
-                found[Collective("send", (rank, rank + way), round(row.bytes))] += row.count
-            if stage - way // step in row.stages:
-                found[Collective("receive", (rank - way, rank), round(row.bytes))] += row.count
+                found[Collective("send", (rank, after), round(row.bytes))] += row.count
+            if before // step in row.stages:
+                found[Collective("receive", (before, rank), round(row.bytes))] += row.count
         elif stage in row.stages:
             ranks = next(members for members in groups[row.group] if rank in members)
             found[Collective(row.kind, ranks, round(row.bytes))] += row.count

@@ -12,10 +12,9 @@ from msgspec.structs import replace
 from t5bench.compare.comparison import Comparison
 from t5bench.compare.parity import curve, losses_beside, relative_difference
 from t5bench.compare.rows import Row
-from t5bench.profile.parts import PARTS, Profile, Rank, read_profile
-from t5bench.record.files import PROFILE, RecordError
+from t5bench.profile.parts import PARTS, Profile, Rank
 from t5bench.record.records import Run
-from t5bench.report.tables import mark, named_rows, predicted_bytes
+from t5bench.report.tables import mark, named_rows, predicted_bytes, profile_of
 from t5bench.text import processes
 
 INK = "currentColor"
@@ -300,14 +299,6 @@ def _profile_of(name: str, row: Row) -> Iterator[Series]:
     profile = profile_of(row)
     if profile:
         yield from _stacked(name, mean_parts(profile))
-
-
-def profile_of(row: Row) -> Profile | None:
-    """None for a row that was not profiled by part."""
-    try:
-        return read_profile(row.run.directory / PROFILE)
-    except RecordError:
-        return None
 
 
 def mean_parts(profile: Profile) -> dict[str, float]:

@@ -26,7 +26,7 @@ from t5bench.record.records import Run
 from t5bench.record.status import COMPLETE
 from t5bench.report import tables
 from t5bench.report.drawing import Look, drawings, styles
-from t5bench.report.figures import LONGEST_NAME, Rows, all_figures, best, mean_parts, profile_of, rows_of
+from t5bench.report.figures import LONGEST_NAME, Rows, all_figures, best, mean_parts, rows_of
 from t5bench.text import processes
 
 HERE = Path(__file__).parent
@@ -130,8 +130,8 @@ def _comparison_of_profiles(name: str, row: Row, fastest_name: str, fastest: Row
     least = fastest.milliseconds.median
     if milliseconds < SLOWER * least:
         return []
-    profile = profile_of(row)
-    fastest_profile = profile_of(fastest)
+    profile = tables.profile_of(row)
+    fastest_profile = tables.profile_of(fastest)
     if not profile or not fastest_profile:
         return []
     parts = mean_parts(profile)

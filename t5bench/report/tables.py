@@ -18,6 +18,8 @@ from t5bench.compare.interval import CONFIDENCE
 from t5bench.compare.rows import MARK_OF_ALONE, Row, bytes_text
 from t5bench.compare.statistics import Estimate, Timing
 from t5bench.model.parameters import parameters
+from t5bench.profile.parts import BUBBLE, Profile, read_profile, shares
+from t5bench.record.files import PROFILE, RecordError
 from t5bench.record.records import Run
 from t5bench.text import processes
 
@@ -117,6 +119,15 @@ class Predicted(NamedTuple):
     """Of the prediction, relative to what was measured; None where nothing was."""
 
 
+class Bubble(NamedTuple):
+    """The share of time in which pipeline stages wait for each other."""
+
+    predicted: float
+    """Of an iteration's forward and backward passes."""
+    measured: float | None
+    """Of the profiled iteration, the mean of all ranks; None without a profile."""
+
+
 def predicted_bytes(row: Row) -> Predicted | None:
     """Bytes that the busiest node sends to others in an iteration.
 
@@ -146,6 +157,27 @@ def predicted_time(row: Row) -> Predicted | None:
     if not row.predicted or not row.milliseconds:
         return None
     return _beside(1000 * row.predicted.total, row.milliseconds.median)
+
+
+def profile_of(row: Row) -> Profile | None:
+    """None for a row that was not profiled by part."""
+    try:
+        return read_profile(row.run.directory / PROFILE)
+    except RecordError:
+        return None
+
+
+def bubble_of(row: Row) -> Bubble | None:
+    """None without pipeline stages."""
+    if not row.prediction or row.prediction.bubble is None:
+        return None
+    profile = profile_of(row)
+    return Bubble(row.prediction.bubble, shares(profile.ranks)[BUBBLE] if profile else None)
+
+
+def _bubble_text(bubble: Bubble) -> str:
+    measured = "" if bubble.measured is None else f" ({bubble.measured:.0%})"
+    return f"{bubble.predicted:.0%}{measured}"
 
 
 def _beside(predicted: float, measured: float | None) -> Predicted:
@@ -335,6 +367,13 @@ def all_columns(comparison: Comparison) -> list[Column]:
             value=predicted_time,
             importance=12,
             show=_predicted_text(significant),
+        ),
+        Column(
+            title="bubble predicted (measured)",
+            fields="bubble_predicted bubble_measured",
+            value=bubble_of,
+            importance=11,
+            show=_bubble_text,
         ),
         Column(
             title="final loss",

@@ -41,11 +41,13 @@ MISTAKES = [Mistake(*line.replace("\\n", "\n").split(" | ")) for line in LINES i
 FEW = (
     '"weight_decay": 0.0}',
     "shape_of(parameter)) > 0",
-    "self.forward(micro_batch, received).mean()",
+    "output.mean() / count",
     "batch[:self.micro",
     "model._backward_prologue_per_tensor = super",
     "(output * is_last)",
     "int(match[1])",
+    "self.kept",
+    "self.forward_step(micro_batches[number if part",
 )
 
 
@@ -59,6 +61,12 @@ class Planter:
         self.of_engine = {name: {"ENGINE": name} for name in ("native", "megatron")}
         self.of_engine["native-sequence"] = {"ENGINE": "native", "SEQUENCE_PARALLEL": "1"}
         self.of_engine["native-gpt"] = gpt | {"ENGINE": "native"}
+        deep = {"ENCODER_NUM_LAYERS": "3", "DECODER_NUM_LAYERS": "3", "ENGINE": "native"}
+        self.of_engine["native-deep"] = self.of_engine["native-interleaved"] = deep
+        self.of_pipeline = {
+            "native-deep": {"PIPELINE_PARALLEL_SIZE": "4"},
+            "native-interleaved": {"PIPELINE_SCHEDULE": "interleaved"},
+        }
         self.of_engine["gpt"] = gpt | {"MEGATRON_DIR": str(self.engine)}
 
     def path(self, file: str) -> Path:
@@ -96,7 +104,8 @@ class Planter:
 
     def train(self, engine: str, strategy: str, directory: Path) -> Path:
         """A run of the strategy, unless the directory has it already."""
-        own = self.of_engine[engine] | {"OUTPUT_DIR": str(directory), "MASTER_PORT": str(free_port())}
+        pipeline = {} if strategy == "ddp" else self.of_pipeline.get(engine, {})
+        own = self.of_engine[engine] | pipeline | {"OUTPUT_DIR": str(directory), "MASTER_PORT": str(free_port())}
         if not directory.exists():
             command = ["bash", str(self.project / "scripts" / f"run_megatron_t5_{strategy}.sh"), "--", *ARGUMENTS]
             settings = environment(**self.settings | own)
@@ -112,7 +121,8 @@ def planter(gpt: dict[str, str], sample_data: Path, tmp_path_factory: pytest.Tem
 def test_the_list_is_long_enough_and_can_be_planted(planter: Planter):
     engines = [mistake.engine for mistake in MISTAKES]
     assert len(engines) == len(set(MISTAKES)) >= 40
-    assert set(engines) == {"native", "megatron", "gpt", "native-gpt", "native-sequence"}
+    expected = {"native", "megatron", "gpt", "native-gpt", "native-sequence", "native-deep", "native-interleaved"}
+    assert set(engines) == expected
     assert all((REPO_ROOT / "scripts" / f"run_megatron_t5_{m.strategy}.sh").exists() for m in MISTAKES)
     assert [m for m in MISTAKES if planter.path(m.file).read_text().count(m.right) != 1] == []
 

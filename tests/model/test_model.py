@@ -11,10 +11,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from native.data_parallel import TorchTrainer
-from native.model import T5
+from native.model import T5, build
 from native.parallel import Axis, Mesh
 from t5bench.model import flops
 from t5bench.model.job import Architecture, FullySharded, Job, Parallel, Zero, padded
+from t5bench.model.layout import decoder_stage, share
 from t5bench.model.machine import device_of, peak_tflops
 from t5bench.model.memory import (
     MIB,
@@ -27,19 +28,22 @@ from t5bench.model.memory import (
     slack,
 )
 from t5bench.model.parameters import parameters, stage_of
+from t5bench.model.schedule import GPIPE, idle_share, order
 
 LARGE = Architecture(24, 24, 1024, 16, 64, 2816, 512, 128, 32128)
 ODD = Architecture(2, 4, 48, 8, 8, 80, 40, 56, 256)  # heads narrower than the hidden size, a decoder that is longer
 
 
 def native_arguments(a: Architecture, **more: object) -> SimpleNamespace:
+    own: dict[str, object] = {"attention_dropout": 0.0, "hidden_dropout": 0.0, "dtype": torch.bfloat16}
+    own |= {"pipeline_model_parallel_split_rank": 1, "virtual_pipeline_stages": 1}
     return SimpleNamespace(
         encoder_num_layers=a.encoder_layers, decoder_num_layers=a.decoder_layers, hidden_size=a.hidden,
         num_attention_heads=a.heads, kv_channels=a.head_size, ffn_hidden_size=a.ffn, seed=1, pad_token=0,
         padded_vocab_size=a.padded_vocabulary, max_position_embeddings=a.position_rows, no_bias_gelu_fusion=False,
         init_method_std=0.02, compile=False, family="t5", num_layers=a.encoder_layers, recompute_granularity=None,
-        encoder_seq_length=a.encoder_length,
-        **{"attention_dropout": 0.0, "hidden_dropout": 0.0, "dtype": torch.bfloat16} | more,
+        encoder_seq_length=a.encoder_length, decoder_seq_length=a.decoder_length,
+        **own | more,
     )  # fmt: skip
 
 
@@ -51,6 +55,48 @@ def test_a_rank_has_the_parameters_that_the_native_engine_builds(architecture, t
             model = T5(native_arguments(architecture), Mesh(pp=Axis(pipeline, stage), tp=Axis(tensor)))
         built = sum(parameter.numel() for parameter in model.parameters())
         assert built == parameters(architecture, Parallel(tensor, pipeline), stage)
+
+
+@pytest.mark.parametrize(("stages", "chunks", "split"), [(3, 1, 1), (3, 1, 2), (4, 1, 3), (2, 2, 2), (3, 2, 3)])
+def test_a_stage_of_a_deep_pipeline_has_the_parameters_that_the_native_engine_builds(stages, chunks, split):
+    """With layers that do not divide evenly, and with several parts of the model on each stage."""
+    architecture = replace(LARGE, encoder_layers=5, decoder_layers=4)
+    parallel = Parallel(1, stages, split_rank=split, virtual_stages=chunks)
+    args = native_arguments(architecture, pipeline_model_parallel_split_rank=split, virtual_pipeline_stages=chunks)
+    layers = []
+    for stage in range(stages):
+        with torch.device("meta"):
+            model = build(args, Mesh(pp=Axis(stages, stage)))
+        assert sum(parameter.numel() for parameter in model.parameters()) == parameters(architecture, parallel, stage)
+        names = [model.whole_name(name) for name, _ in model.named_parameters()]
+        layers += [name for name in names if ".layers." in name]
+    assert (
+        len(layers)
+        == len(set(layers))
+        == sum(".layers." in name for name, _ in T5(native_arguments(architecture), Mesh()).named_parameters())
+    )
+
+
+def test_the_decoder_begins_where_the_busiest_stage_has_least_to_do():
+    assert [list(share(5, range(2, 4), stage)) for stage in (2, 3)] == [[0, 1, 2], [3, 4]]
+    assert decoder_stage([2] * 24, [1] * 24, 2) == 1
+    assert decoder_stage([2] * 24, [1] * 24, 3) == 2  # 24, 24, 24
+    assert decoder_stage([1] * 4, [1] * 4, 4) == 2
+    assert decoder_stage([9] * 2, [1] * 6, 8) == 2  # every stage has a layer
+
+
+def test_schedules():
+    """GPipe and 1F1B wait equally long, (p - 1) / (m + p - 1); two chunks on each stage nearly halve it."""
+    assert [step[:2] for step in order(0, 2, 3, kind=GPIPE)] == [(way, k) for way in "FB" for k in range(3)]
+    p, m = 4, 8
+    shares = [
+        idle_share([1.0] * p, [2.0] * p, m, chunks, kind)
+        for chunks, kind in ((1, "1f1b"), (1, GPIPE), (2, "interleaved"))
+    ]
+    assert shares == pytest.approx([3 / 11, 3 / 11, 3 / 19])
+    deep = Job(LARGE, Parallel(1, p), 1, m)
+    assert [in_flight(deep, stage) for stage in range(p)] == [4, 3, 2, 1]
+    assert [in_flight(deep.on(schedule=GPIPE), stage) for stage in range(p)] == [m] * p
 
 
 SHAPE = {"num_layers": 3, "num_decoder_layers": 2, "d_model": 48, "num_heads": 6, "d_kv": 8, "d_ff": 80}

@@ -171,6 +171,22 @@ def test_a_broken_tool_does_not_turn_a_run_on_gpus_into_one_on_the_cpu(making):
     assert "device: cuda (2 x NVIDIA Stub, listed by nvidia-smi)" in making("ddp", gpus=2).said
 
 
+DEEP = {"ENGINE": "native", "ENCODER_NUM_LAYERS": "6", "DECODER_NUM_LAYERS": "3"}
+
+
+@pytest.mark.parametrize(
+    ("stages", "schedule", "split"), [("2", "1f1b", 1), ("3", "1f1b", 2), ("4", "gpipe", 3), ("2", "interleaved", 3)]
+)
+def test_the_native_engine_balances_its_stages(making, stages: str, schedule: str, split: int):
+    """A layer of the encoder counts as several of the decoder, whose sequences are shorter."""
+    settings = DEEP | {"PIPELINE_PARALLEL_SIZE": stages, "PIPELINE_SCHEDULE": schedule}
+    plan = making("pipeline", gpus=4, **settings, NPROC_PER_NODE=stages).plan
+    given = plan.named_arguments
+    assert plan.layout.split_rank == int(given["pipeline_model_parallel_split_rank"]) == split
+    chosen = given.get("pipeline_schedule", "1f1b"), given.get("virtual_pipeline_stages", "1")
+    assert chosen == (schedule, "2" if schedule == "interleaved" else "1")
+
+
 @pytest.mark.parametrize(
     ("strategy", "settings", "code", "found"),
     [
@@ -195,6 +211,20 @@ def test_a_broken_tool_does_not_turn_a_run_on_gpus_into_one_on_the_cpu(making):
         ("ddp", {"PRECISION_FLAG": "--fp16", "ENGINE": "native"}, "native-engine", "does not train in fp16"),
         ("pipeline", {"MICRO_BATCH_SIZE": "16", "ENGINE": "native"}, "native-engine", "least 2 micro-batches, found 1"),
         ("zero1", {"TENSOR_PARALLEL_SIZE": "2", "ENGINE": "native"}, "native-engine", "without TP and PP"),
+        ("pipeline", DEEP | {"PIPELINE_PARALLEL_SIZE": "10"}, "pipeline-size", "into 10 parts, but it has 9 layers"),
+        (
+            "pipeline",
+            DEEP | {"PIPELINE_PARALLEL_SIZE": "5", "PIPELINE_SCHEDULE": "interleaved"},
+            "pipeline-size",
+            "into 10 parts, but it has 9 layers",
+        ),
+        (
+            "pipeline",
+            DEEP | {"PIPELINE_PARALLEL_SIZE": "3", "PIPELINE_SCHEDULE": "interleaved"},
+            "pipeline-schedule",
+            "takes a multiple of 3 micro-batches, found 16",
+        ),
+        ("pipeline", {"PIPELINE_SCHEDULE": "gpipe", "ENGINE": "megatron"}, "pipeline-schedule", "with 1f1b alone"),
         ("ddp", {"EVAL_ONLY": "1"}, "eval-iters", "EVAL_ITERS is 0"),
         ("ddp", {"RAMPUP_BATCH_SIZE": "4 4"}, "rampup", "three whole numbers"),
         ("ddp", {"RAMPUP_BATCH_SIZE": "4 4 801", "TRAIN_ITERS": "50"}, "rampup", "the run, which has 800 samples"),

@@ -98,6 +98,26 @@ def test_a_pipeline_sends_to_the_next_stage_and_receives_from_it():
     }
 
 
+@pytest.mark.parametrize(
+    ("parallel", "rank"),
+    [
+        (Parallel(2, 3, 1, split_rank=2), 2),  # the encoder's second stage
+        (Parallel(1, 4, 2, split_rank=2), 4),  # the decoder's first of two
+        (Parallel(1, 3, 1, split_rank=1, schedule="gpipe"), 1),
+        (Parallel(1, 2, 2, split_rank=2, schedule="interleaved", virtual_stages=2), 0),  # embeds for both stacks
+        (Parallel(2, 3, 1, split_rank=3, schedule="interleaved", virtual_stages=2), 4),
+    ],
+    ids=str,
+)
+def test_a_stage_of_a_deep_pipeline_sends_what_the_model_says(parallel: Parallel, rank: int):
+    architecture = Architecture(6, 6, 64, 4, 16, 128, 32, 16, 512)
+    batch = PLAIN.micro_batch * parallel.data * 2 * parallel.pipeline
+    job = replace(PLAIN, architecture=architecture, parallel=parallel, global_batch=batch)
+    found = executed.compare("pipeline", job, rank)
+    assert found.collectives > 0
+    assert found.differences == []
+
+
 @pytest.mark.long
 def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path):
     settings = {"ENGINE": "native", "MODEL_PRESET": "tiny", "MEGATRON_DATA_DIR": str(tmp_path), "HOSTS": ""}
@@ -121,7 +141,7 @@ def executed_plans():
     [
         (replace(PLAIN, engine="megatron"), "only the native engine's step"),
         (replace(PLAIN, recompute="full"), "it does not recompute"),
-        (PLAIN.on(pipeline=4), "at most two pipeline stages"),
+        (PLAIN.on(pipeline=4), "needs at least 4 micro-batches"),
     ],
 )
 def test_what_cannot_be_executed_is_refused(job: Job, said: str):

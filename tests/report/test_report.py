@@ -57,6 +57,15 @@ def comparison(runs: list[Path]) -> Comparison:
     return build([records.load(run) for run in runs])
 
 
+def test_the_bubble_is_predicted_and_measured(tmp_path: Path):
+    """Without a profile the cost model's alone."""
+    run = make_run(tmp_path / "pipeline", "pipeline", settings=LARGE, **GPU)
+    (row,) = build([records.load(run)]).rows
+    predicted, measured = tables.bubble_of(row)
+    assert 0.1 < predicted < 0.9 and measured is None
+    assert tables._bubble_text(tables.Bubble(0.25, 0.5)) == "25% (50%)"
+
+
 # ---- the terminal ----------------------------------------------------------------------------------------------------
 
 
