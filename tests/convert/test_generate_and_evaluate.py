@@ -88,7 +88,7 @@ def half_trained(native_runs: Path, tmp_path_factory: pytest.TempPathFactory) ->
     return run
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_evaluate_prints_the_loss_that_the_run_logged(half_trained: Path):
     result = t5bench("evaluate", half_trained, "--json")
     assert result.returncode == 0, result.stderr
@@ -100,7 +100,7 @@ def test_evaluate_prints_the_loss_that_the_run_logged(half_trained: Path):
     assert refused.returncode == 2 and "this model is a T5" in refused.stderr
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_t5_fills_the_gaps_of_a_file(half_trained: Path, tmp_path: Path):
     (tmp_path / "prompts").write_text(f"{PROMPT}\n\nA <extra_id_0>.\n")
     words = "--prompts", tmp_path / "prompts", "--top-k", "5", "--samples", "2", "--max-new-tokens", "6"
