@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -78,6 +79,17 @@ def test_scores_and_texts_of_a_gpt_are_those_of_the_plainest_computation(tmp_pat
     greedy, drawn, same, other, likeliest = found["texts"]
     assert greedy.rstrip("\n") == likeliest.rstrip("\n") == found["greedy"]
     assert drawn == same and drawn != greedy and other != drawn
+
+
+@pytest.mark.long
+def test_lm_evaluation_harness_reads_an_export_and_agrees(tmp_path: Path):
+    program = os.environ.get("LM_EVAL") or shutil.which("lm_eval")
+    if not program:
+        pytest.skip(
+            'no lm_eval: pip install "lm_eval[hf]" in an environment of its own, and set LM_EVAL to its program'
+        )
+    found = script("harness_scores.py", tmp_path, program)
+    assert found["harness"] == pytest.approx([found["lambada perplexity"], found["lambada accuracy"]], rel=1e-5)
 
 
 @pytest.fixture(scope="module")
