@@ -124,8 +124,14 @@ def save(trainer: TorchTrainer, args: Namespace, mesh: Mesh, iteration: int) -> 
 def load(trainer: TorchTrainer, args: Namespace, mesh: Mesh, iteration: int) -> None:
     folder = checkpoint_folder(args.load, iteration)
     trainer.load(folder)
-    states = torch.load(dropout_file(folder, args), weights_only=True)
-    for name, generator in dropout_generators(args, mesh).items():
+    generators = dropout_generators(args, mesh)
+    path = dropout_file(folder, args)
+    if not path.is_file():  # a checkpoint that was converted from another layout; dropout begins anew
+        for generator in generators.values():
+            generator.manual_seed(generator.initial_seed() + iteration)
+        return
+    states = torch.load(path, weights_only=True)
+    for name, generator in generators.items():
         generator.set_state(states[name])
 
 

@@ -47,7 +47,7 @@ check() {
 clone() {
   note "cloning $MEGATRON_REPO to $MEGATRON_DIR"
   SCRATCH=$MEGATRON_DIR.partial.$$
-  git clone --quiet --no-checkout -- "$MEGATRON_REPO" "$SCRATCH" ||
+  git clone --no-checkout -- "$MEGATRON_REPO" "$SCRATCH" ||
     die "cannot clone $MEGATRON_REPO" "Without internet: MEGATRON_REPO=/path/to/a/clone bash scripts/setup_megatron.sh"
   git -C "$SCRATCH" checkout --quiet "$MEGATRON_COMMIT" ||
     die "$MEGATRON_REPO does not hold commit $MEGATRON_COMMIT" "Update that clone (git fetch), or set another MEGATRON_REPO"
@@ -82,7 +82,7 @@ install_requirements() {
   note "installing requirements.txt with $PYTHON"
   "$PYTHON" -c 'import torch' 2>/dev/null || die "$PYTHON has no torch" "Install torch first (README, step 3), then run this again"
   # Operators are compiled when first used: a build of all of them needs a CUDA toolkit and many minutes.
-  DS_BUILD_OPS=0 "$PYTHON" -m pip install --quiet --no-build-isolation --requirement "$REPO_ROOT/requirements.txt" ||
+  DS_BUILD_OPS=0 "$PYTHON" -m pip install --no-build-isolation --requirement "$REPO_ROOT/requirements.txt" ||
     die "pip could not install requirements.txt" "See its message above, or install the packages yourself and set INSTALL=0"
 }
 

@@ -109,6 +109,7 @@ def validation_arguments(plan: Plan, prefix: str, samples: int | None) -> Namesp
         micro_batch_size=int(given["micro_batch_size"]),
         dp=1,
         train_iters=1,
+        skip_train=False,
         eval_interval=2,
         eval_iters=eval_iters,
         samples=samples or int(given.get("eval_iters") or 0) * batch or batch,

@@ -15,7 +15,7 @@ from t5bench.convert.exported import ExportedModel
 
 @dataclass(frozen=True)
 class LastWords:
-    """accuracy: the share of passages whose last word's tokens are all the likeliest ones. loss: per such token."""
+    """accuracy: the share of passages whose last word's tokens are all the likeliest ones. loss: per such word."""
 
     accuracy: float
     loss: float
@@ -71,7 +71,6 @@ def last_words(model: ExportedModel, passages: Sequence[str]) -> LastWords:
     """LAMBADA: the last word of each passage from all that comes before it. Raises Problem."""
     correct = 0
     total = 0.0
-    count = 0
     for passage in passages:
         context, space, word = passage.strip().rpartition(" ")
         if not space:
@@ -82,10 +81,10 @@ def last_words(model: ExportedModel, passages: Sequence[str]) -> LastWords:
         likelihoods, is_likeliest = log_likelihoods(model, tokens, len(target))
         correct += bool(is_likeliest.all())
         total -= float(likelihoods.double().sum())
-        count += len(target)
-    if not count:
+    if not passages:
         raise Problem("there is no passage")
-    return LastWords(correct / len(passages), total / count, len(passages))
+    # Per word, as lm-evaluation-harness counts, and not per token.
+    return LastWords(correct / len(passages), total / len(passages), len(passages))
 
 
 # WikiText is published with spaces around punctuation; a model has seen ordinary text. Applied in this order.

@@ -111,13 +111,22 @@ def cut_along(name: str) -> tuple[int | None, int]:
 
 def whole_weights(folder: Path, args: Namespace) -> Weights:
     """All parameters of a checkpoint, each in one piece. args: the engine's arguments, as the checkpoint has them."""
+    return joined(args, {place: shard(folder, args, *place) for place in places(args)})
+
+
+def places(args: Namespace) -> list[tuple[int, int]]:
+    """(tensor-parallel rank, pipeline stage) of every shard; DeepSpeed's have all stages."""
+    stages = 1 if args.deepspeed else args.pipeline_model_parallel_size
+    return [(rank, stage) for rank in range(args.tensor_model_parallel_size) for stage in range(stages)]
+
+
+def joined(args: Namespace, shards: Mapping[tuple[int, int], Weights]) -> Weights:
+    """What the shards hold, each parameter in one piece."""
     cut = Cut.of_checkpoint(args)
     parts: dict[str, dict[int, tuple[Weights, str]]] = {}
-    for rank in range(cut.tp):
-        for stage in range(1 if args.deepspeed else cut.pp):
-            held = shard(folder, args, rank, stage)
-            for name in held:
-                parts.setdefault(cut.whole_name(name, stage), {})[rank] = held, name
+    for (rank, stage), held in shards.items():
+        for name in held:
+            parts.setdefault(cut.whole_name(name, stage), {})[rank] = held, name
     return Whole(parts)
 
 
@@ -154,7 +163,8 @@ def shard(folder: Path, args: Namespace, rank: int, stage: int) -> Weights:
     if args.ds_pipeline_enabled:
         return pipeline_module(folder, rank, args.num_layers + 2)
     if args.zero_stage == 3:
-        return Gathered(folder, rank, args.params_dtype)
+        states, shapes = zero3_states(folder, rank)
+        return Gathered([state["fp32_flat_groups"] for state in states], shapes, args.params_dtype)
     return flat(read_checkpoint_file(folder / f"mp_rank_{rank:02d}_model_states.pt")["module"])
 
 
@@ -169,38 +179,48 @@ def pipeline_module(folder: Path, rank: int, last: int) -> Weights:
     return weights
 
 
+def zero3_states(folder: Path, rank: int) -> tuple[list[Mapping[str, Any]], dict[str, torch.Size]]:
+    """Of a tensor-parallel rank: each data-parallel rank's states, and the shapes of all parameters in their order."""
+    mark = f"_mp_rank_{rank:02d}_"
+    groups = read_checkpoint_file(folder / f"zero_pp_rank_0{mark}model_states.pt")["param_shapes"]
+    shapes = {name: shape for group in groups for name, shape in group.items()}
+    return zero_states(folder, rank), shapes
+
+
+def zero_states(folder: Path, rank: int) -> list[Mapping[str, Any]]:
+    """Each data-parallel rank's part of ZeRO's states, of a tensor-parallel rank."""
+    first = next(folder.glob(f"*zero_pp_rank_0_mp_rank_{rank:02d}_optim_states.pt"), None)
+    if first is None:
+        raise Problem(f"{folder} lacks the states of rank 0", "Copy the files of every node to this directory")
+    count = read_checkpoint_file(first)["optimizer_state_dict"]["partition_count"]
+    if isinstance(count, list):  # of every group of parameters
+        count = count[0]
+    files = [first.with_name(first.name.replace("pp_rank_0", f"pp_rank_{number}")) for number in range(count)]
+    return [read_checkpoint_file(file)["optimizer_state_dict"] for file in files]
+
+
 class Gathered(Mapping[str, Tensor]):
     """ZeRO-3's parameters: every data-parallel rank holds an equal part of each in fp32; the last is padded."""
 
-    def __init__(self, folder: Path, rank: int, dtype: torch.dtype) -> None:
-        """rank: the tensor-parallel one. dtype: what the engine computes with."""
+    def __init__(self, flat: list[list[Tensor]], shapes: Mapping[str, torch.Size], dtype: torch.dtype) -> None:
+        """flat: by data-parallel rank, its parts laid end to end. dtype: what is to be returned."""
+        self._flat = flat
+        self._shapes = shapes
         self._dtype = dtype
-        mark = f"_mp_rank_{rank:02d}_"
-        groups = read_checkpoint_file(folder / f"zero_pp_rank_0{mark}model_states.pt")["param_shapes"]
-        first = next(folder.glob(f"*zero_pp_rank_0{mark}optim_states.pt"), None)
-        if first is None:
-            raise Problem(f"{folder} lacks the states of rank 0", "Copy the files of every node to this directory")
-        count = read_checkpoint_file(first)["optimizer_state_dict"]["partition_count"]
-        files = [first.with_name(first.name.replace("pp_rank_0", f"pp_rank_{number}")) for number in range(count)]
-        states = [read_checkpoint_file(file)["optimizer_state_dict"] for file in files]
-        self._flat = [state["fp32_flat_groups"] for state in states]  # by data-parallel rank
-        self._shapes: dict[str, torch.Size] = {}
         self._begin: dict[str, int] = {}
         begin = 0
-        for group in groups:
-            for name, shape in group.items():
-                self._shapes[name] = shape
-                self._begin[name] = begin
-                begin += self._size(name)
+        for name in shapes:
+            self._begin[name] = begin
+            begin += self._size(name)
 
     def _size(self, name: str) -> int:
         """The elements of a parameter that each data-parallel rank holds."""
-        return math.ceil(self._shapes[name].numel() / len(self._flat))
+        return math.ceil(math.prod(self._shapes[name]) / len(self._flat))
 
     def __getitem__(self, name: str) -> Tensor:
         begin = self._begin[name]
         parts = [stretch(tensors, begin, begin + self._size(name)) for tensors in self._flat]
-        shape = self._shapes[name]
+        shape = torch.Size(self._shapes[name])
         return torch.cat(parts)[: shape.numel()].view(shape).to(self._dtype)
 
     def __iter__(self) -> Iterator[str]:

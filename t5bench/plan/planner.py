@@ -49,6 +49,10 @@ def plan(
     if device == "cpu" or gpus_shared:
         topology.check_own_name(draft)
     topology.check_interfaces(draft, device)
+    last = layout.nnodes - 1
+    if int(draft.node) != last:
+        where = f" ({draft.hosts[last]})" if len(draft.hosts) > last else ""
+        draft.notes.append(f"iterations are printed on the last node: node {last}{where}")
     patches, ledger = _check_software(draft, device, gpus_shared, ds_config, layout)
     flash_attention = place.choose_attention(draft, device)
     tokenizer = place.choose_tokenizer(draft)

@@ -1,6 +1,7 @@
 """The checkpoint that a run resumes from: the newest that is intact on every node, if this run may continue it."""
 
 import contextlib
+import shlex
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -21,7 +22,7 @@ from t5bench.plan.channel import (
 )
 from t5bench.plan.ports import peer_port
 from t5bench.record import machine
-from t5bench.record.checkpoints import Checkpoints
+from t5bench.record.checkpoints import RESHAPED_FROM, WEIGHTS_ONLY, Checkpoints
 from t5bench.record.files import RecordError
 from t5bench.record.plan import Plan, same_value
 from t5bench.record.reader import read_part
@@ -36,6 +37,8 @@ LOOK_THERE = (
     "See the output of its launcher. Start one on every node with RESUME=1 and the same settings, master and port;"
     " RENDEZVOUS_TIMEOUT sets how long each waits"
 )
+STRATEGY = "the strategy"
+LAYOUT = "the layout"
 LEAVE_SECONDS = 10.0
 # Engine arguments that decide where a run begins and how far an attempt goes, but not what a resumed run trains.
 BEGIN_OR_END = {"--finetune", "--load", "--exit-interval", "--exit-duration-in-mins"}
@@ -56,10 +59,11 @@ def checkpoint(plan: Plan, *, agree: bool) -> int:
         raise Problem(f"{asked}=1 but there is no checkpoint in {checkpoints.directory}", HOW_TO_SAVE)
     wrong = list(misfits(plan))
     if wrong:
-        raise Problem(
-            f"the run in {plan.output_dir} cannot be resumed with these settings: {'; '.join(wrong)}",
-            "Resume with its original settings, or start a new run in another OUTPUT_DIR",
-        )
+        remedy = "Resume with its original settings, or start a new run in another OUTPUT_DIR"
+        if any(each.startswith((STRATEGY, LAYOUT)) for each in wrong):
+            remedy = f"{remedy}. {how_to_reshape(plan)}"
+        found = f"the run in {plan.output_dir} cannot be resumed with these settings: {'; '.join(wrong)}"
+        raise Problem(found, remedy)
     own = look(checkpoints, None)
     if plan.layout.nnodes == 1:
         _refuse_without({0: own})
@@ -80,6 +84,21 @@ def checkpoint(plan: Plan, *, agree: bool) -> int:
     except OSError as error:
         raise Problem(f"{plan.output_dir} cannot be prepared for resuming: {error}") from error
     return iteration
+
+
+def how_to_reshape(plan: Plan) -> str:
+    """The command after which this plan could continue the run in its directory."""
+    assert plan.layout
+    if plan.zero_stage:
+        return "A run that began otherwise cannot go on under ZeRO; without ZeRO it can (docs/models.md, Reshape)"
+    tp = plan.layout.tp
+    pp = plan.layout.pp
+    directory = Path(plan.output_dir)
+    target = directory.with_name(f"{directory.name}-tp{tp}-pp{pp}")
+    command = f"python -m t5bench reshape {shlex.quote(str(directory))} --tp {tp} --pp {pp}"
+    return (
+        f"To continue it in this layout, run: {command}, then this launcher with OUTPUT_DIR={shlex.quote(str(target))}"
+    )
 
 
 class View(NamedTuple):
@@ -122,7 +141,13 @@ def _passed_over(iteration: int, reason: str) -> None:
 
 def misfits(plan: Plan) -> Iterator[str]:
     """The forbidden differences from the run in this directory: "SEED is '5' here and was '1234'"."""
-    part = _earlier_part(Path(plan.output_dir), plan.node)
+    directory = Path(plan.output_dir)
+    part = _earlier_part(directory, plan.node)
+    may_differ: set[str] = set()
+    if part is None:
+        part = _earlier_part(directory / RESHAPED_FROM, plan.node)
+        may_differ = {STRATEGY, LAYOUT}
+        yield from _misfits_of_reshaped(plan, has_record=part is not None)
     if part is None:
         note(f"{plan.output_dir} holds no readable record, so a run's settings cannot be compared.")
         return
@@ -136,13 +161,32 @@ def misfits(plan: Plan) -> Iterator[str]:
         for name in sorted((arguments.keys() | earlier_arguments.keys()) - BEGIN_OR_END)
     ]
     for name, here, there in pairs:
-        if not same_value(here, there):
+        if name not in may_differ and not same_value(here, there):
             yield f"{name} is '{here}' here and was '{there}'"
     recorded = part.get("data") or {}
     now = machine.data(Path(plan.data_prefix), "")
     for key, suffix in (("bin_bytes", ".bin"), ("idx_sha256", ".idx")):
         if recorded.get(key) and now[key] and recorded[key] != now[key]:
             yield f"{plan.data_prefix}{suffix} is not the file on which the run was trained"
+
+
+def _misfits_of_reshaped(plan: Plan, *, has_record: bool) -> Iterator[str]:
+    """What keeps a plan from continuing a checkpoint that was converted from another layout."""
+    assert plan.layout
+    checkpoints = Checkpoints(plan)
+    if (checkpoints.directory / WEIGHTS_ONLY).exists() and plan.value("EVAL_ONLY") != "1":
+        yield "its checkpoint has only weights, which are for EVAL_ONLY=1 and -- --finetune --load"
+    if not has_record:
+        return
+    if plan.zero_stage:
+        yield f"{STRATEGY} is '{plan.strategy.name}', and ZeRO cannot continue a reshaped checkpoint"
+        return
+    wanted = {name for name in checkpoints.files(range(plan.layout.world_size)) if not name.startswith("random_")}
+    for iteration in checkpoints.iterations()[:1]:
+        folder = checkpoints.folder(iteration)
+        found = {str(path.relative_to(folder)) for path in folder.glob("mp_rank_*/*.pt")}
+        if found != wanted:
+            yield f"the checkpoint is of another layout than TP={plan.layout.tp} PP={plan.layout.pp}"
 
 
 def _earlier_part(directory: Path, node: int) -> dict[str, Any] | None:
@@ -159,9 +203,9 @@ def _kept(plan: Plan) -> dict[str, str]:
     """What a run must keep so that its curve stays the same, apart from further engine arguments."""
     assert plan.layout
     return {
-        "the strategy": plan.strategy.name,
+        STRATEGY: plan.strategy.name,
         "the engine": plan.engine,
-        "the layout": f"TP={plan.layout.tp} PP={plan.layout.pp} DP={plan.layout.dp}",
+        LAYOUT: f"TP={plan.layout.tp} PP={plan.layout.pp} DP={plan.layout.dp}",
         **plan.with_role("kept"),
     }
 

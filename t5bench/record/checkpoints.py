@@ -22,6 +22,10 @@ from t5bench.record.plan import Plan
 # Megatron's pointer, which the native engine has too, and DeepSpeed's.
 TRACKER = "latest_checkpointed_iteration.txt"
 DEEPSPEED_TRACKER = "latest"
+# Where `python -m t5bench reshape` puts the record of the run that it converts.
+RESHAPED_FROM = "reshaped-from"
+# In a directory of checkpoints from which no training can continue.
+WEIGHTS_ONLY = "weights-only"
 _NAME = re.compile(r"(?:iter_|global_step)(\d+)")
 READERS = 4  # files at once: zlib computes CRC-32 without Python's lock
 
@@ -101,6 +105,8 @@ class Checkpoints:
         assert self.plan.layout
         folder = self.folder(iteration)
         names = self.files(self.plan.layout.ranks_of(self.plan.node))
+        if self.is_reshaped(iteration):
+            names = [name for name in names if not name.startswith("random_")]
         # Look for missing files before reading any.
         absent = [name for name in names if not (folder / name).is_file()]
         if absent:
@@ -108,6 +114,12 @@ class Checkpoints:
         with ThreadPoolExecutor(READERS) as pool:
             found = zip(names, pool.map(damage, [folder / name for name in names]), strict=True)
             return next((f"{folder.name}/{name} {what}" for name, what in found if what), "")
+
+    def is_reshaped(self, iteration: int) -> bool:
+        """Whether reshape has written this checkpoint, without what the processes' dropout draws."""
+        if not Path(self.plan.output_dir, RESHAPED_FROM).is_dir():
+            return False
+        return not any(self.folder(iteration).glob("random_*.pt"))
 
     def newest(self, limit: int | None = None) -> tuple[int, dict[int, str]]:
         """The newest intact checkpoint of at most `limit` iterations, 0 for none, and what is wrong with newer ones."""

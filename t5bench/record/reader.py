@@ -19,6 +19,7 @@ from msgspec import Meta, Struct
 
 from t5bench.model.job import Architecture, Zero
 from t5bench.record import log
+from t5bench.record.checkpoints import RESHAPED_FROM
 from t5bench.record.files import METRICS, RecordError, exists, read
 from t5bench.record.files import lines as lines_of
 from t5bench.record.log import Amount, Clock, Count, Evaluation, Iteration, PeakMemory
@@ -320,7 +321,7 @@ def check_complete(run: "Run", attempts: Sequence[Attempt], with_logs: bool) -> 
     last_node = run.nodes[-1]
     final = attempts[-1]
     _check_intervals(run, attempts)
-    is_in_pieces = _check_all_are_there(run)
+    is_in_pieces = _check_all_are_there(run, began_at(run, attempts))
     for place, line in final.lines[:1]:
         if line.iteration <= final.begin:
             here = f"{place} is of iteration {line.iteration}"
@@ -349,12 +350,19 @@ def _check_intervals(run: "Run", attempts: Sequence[Attempt]) -> None:
                 raise RecordError(f"{here}, where every {interval} of {total} are logged")
 
 
-def _check_all_are_there(run: "Run") -> bool:
+def began_at(run: "Run", attempts: Sequence[Attempt]) -> int:
+    """The iteration of the reshaped checkpoint with which the record begins; 0 for a run that began here."""
+    if len(attempts) < 2 or attempts[0].lines or not (run.directory / RESHAPED_FROM).is_dir():
+        return 0
+    return attempts[1].begin
+
+
+def _check_all_are_there(run: "Run", began: int) -> bool:
     """Whether some iterations are only in the log, in pieces: what two processes printed at the same time."""
     interval = run.plan.number("LOG_INTERVAL")
     reached = {line.iteration for line in run.iterations}
     last = iterations_expected(run.plan.last_iteration, interval)
-    missing = set(range(interval, last + 1, interval)) - reached
+    missing = {number for number in range(interval, last + 1, interval) if number > began} - reached
     if not missing:
         return False
     in_pieces: set[int] = set()

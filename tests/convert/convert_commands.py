@@ -35,12 +35,14 @@ def script(name: str, *words: object, engine: Path | None = None, **settings: st
     return json.loads(result.stdout.splitlines()[-1])
 
 
-def check_logits(run: Path, directory: Path, engine: Path) -> None:
-    """The export of a run of Megatron-DeepSpeed in fp32 has the engine's logits, and its import has them again."""
+def check_logits(directory: Path, engine: Path, *runs: Path) -> None:
+    """The exports of Megatron-DeepSpeed's runs in fp32 have the engine's logits, and their imports have them again."""
     one = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "1"}
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "DS_ACCELERATOR": "cpu"}
-    found = script("megatron_logits.py", run, directory, engine=engine, **one, **place)
-    assert found["difference"] < FP32_ROUNDING, found
-    assert found["imported"] < FP32_ROUNDING, found
-    assert found["swapped"] > MISTAKE, found
-    assert found["activation"] == "gelu"
+    answers = script("megatron_logits.py", directory, *runs, engine=engine, **one, **place)
+    assert len(answers) == len(runs)
+    for name, found in answers.items():
+        assert found["difference"] < FP32_ROUNDING, (name, found)
+        assert found["imported"] < FP32_ROUNDING, (name, found)
+        assert found["swapped"] > MISTAKE, (name, found)
+        assert found["activation"] == "gelu"

@@ -18,9 +18,10 @@ import torch
 import torch.distributed as dist
 import transformers
 
+from native import gpt, t5
 from native.arguments import parse
 from native.parallel import Mesh
-from native.trainers import PipelineTrainer, TorchTrainer, ZeroTrainer
+from native.trainers import make_trainer
 from t5bench.convert import export as exporting
 from t5bench.convert.trained import TrainedModel
 from t5bench.convert.twins import twins
@@ -40,7 +41,7 @@ def add_noise(folder: Path) -> None:
         content = torch.load(path, weights_only=False)
         weights = content.get("model") or content.get("module") or {}
         for value in weights.values():
-            value.copy_(noisy(value))
+            value.data.copy_(noisy(value.data))
         states = content.get("optimizer_state_dict", {})
         for name in ("fp32_flat_groups", "single_partition_of_fp32_groups"):
             for value in states.get(name, []):
@@ -48,14 +49,28 @@ def add_noise(folder: Path) -> None:
         torch.save(content, path)
 
 
-def batch(model: TrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
+def batch(model: TrainedModel) -> list[torch.Tensor]:
+    """A GPT's tokens, or a T5's for encoder and decoder."""
     architecture = model.architecture
     random = torch.Generator().manual_seed(5)
     words = architecture.padded_vocabulary
-    encoder = torch.randint(3, words, (SAMPLES, architecture.encoder_length), generator=random)
-    decoder = torch.randint(3, words, (SAMPLES, architecture.decoder_length), generator=random)
-    encoder[-1, -PADDING:] = 0
-    return encoder, decoder
+    lengths = [length for length in (architecture.encoder_length, architecture.decoder_length) if length]
+    tokens = [torch.randint(3, words, (SAMPLES, length), generator=random) for length in lengths]
+    if len(tokens) == 2:
+        tokens[0][-1, -PADDING:] = 0
+    return tokens
+
+
+def catch_logits(caught: list[torch.Tensor]) -> None:
+    """Puts what the model gives to the cross entropy into the list."""
+    for module in (t5, gpt):
+        cross_entropy = module.vocab_cross_entropy
+
+        def catching(logits: torch.Tensor, *others: object, original: Callable = cross_entropy) -> torch.Tensor:
+            caught.append(logits)
+            return original(logits, *others)
+
+        module.vocab_cross_entropy = catching
 
 
 def engine_logits(model: TrainedModel, rank: int, world: int, directory: Path) -> None:
@@ -63,22 +78,19 @@ def engine_logits(model: TrainedModel, rank: int, world: int, directory: Path) -
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=world)
-    args = parse(list(model.record.plan.arguments.words))
+    args = parse(list(model.record.plan.arguments.words), model.architecture.family)
     args.padded_vocab_size = model.architecture.padded_vocabulary
     args.pad_token = 0
     args.micro_batch_size = SAMPLES
     mesh = Mesh.build(args.pp, args.dp, args.tp, args.device, args.seed)
-    trainer_class = ZeroTrainer if args.deepspeed else PipelineTrainer if args.pp > 1 else TorchTrainer
-    trainer = trainer_class(args, mesh)
+    trainer = make_trainer(args, mesh)
     trainer.load(model.folder)
     trainer.model.eval()
-    slices = []
-    if mesh.is_last_stage:
-        module = trainer.model.module if args.deepspeed else trainer.model
-        module.lm_head.register_forward_hook(lambda _, inputs, output: slices.append(output))
-    encoder, decoder = batch(model)
+    slices: list[torch.Tensor] = []
+    catch_logits(slices)
+    tokens = batch(model)
     with torch.no_grad():
-        trainer.loss((encoder, decoder, decoder))
+        trainer.loss((*tokens, tokens[-1]))
     if mesh.is_last_stage and mesh.dp.rank == 0:
         torch.save(slices[0], directory / f"{mesh.tp.rank}.pt")
     dist.barrier()
@@ -101,16 +113,23 @@ def in_processes(model: TrainedModel, directory: Path) -> torch.Tensor:
 
 def exported_logits(model: TrainedModel, output: Path) -> torch.Tensor:
     exporting.export(model, output, model.tokenizer, max_shard_size="300KB")
-    loaded = transformers.AutoModelForSeq2SeqLM.from_pretrained(output).eval()
-    encoder, decoder = batch(model)
+    tokens = batch(model)
     with torch.no_grad():
-        return loaded(input_ids=encoder, attention_mask=encoder != 0, decoder_input_ids=decoder).logits
+        if len(tokens) == 1:
+            return transformers.AutoModelForCausalLM.from_pretrained(output).eval()(tokens[0]).logits
+        loaded = transformers.AutoModelForSeq2SeqLM.from_pretrained(output).eval()
+        return loaded(input_ids=tokens[0], attention_mask=tokens[0] != 0, decoder_input_ids=tokens[1]).logits
 
 
-def with_keys_and_values_swapped(architecture: object) -> dict:
+def with_a_swap(architecture: object) -> dict:
+    """A T5's keys and values of a layer, or a GPT's two norms, in each other's place."""
     pairs = twins(architecture)
-    keys = [name for name in pairs if "decoder.layers.0.self_attn.k_proj" in name]
-    changed = {name: pairs[name.replace("k_proj", "v_proj")] for name in keys}
+    changed = {}
+    for one, other in ((".layers.0.self_attn.k_proj", ".layers.0.self_attn.v_proj"), (".h.0.ln_1", ".h.0.ln_2")):
+        for name in pairs:
+            if one in name:
+                swapped = name.replace(one, other)
+                changed |= {name: pairs[swapped], swapped: pairs[name]}
     return pairs | changed
 
 
@@ -126,7 +145,7 @@ def compare(run: Path, output: Path) -> dict[str, float]:
 
     found = {"difference": difference(output / f"{run.name} export")}
     right: Callable = exporting.twins
-    exporting.twins = with_keys_and_values_swapped
+    exporting.twins = with_a_swap
     found["swapped"] = difference(output / f"{run.name} swapped")
     exporting.twins = right
     return found

@@ -1,7 +1,8 @@
-"""Exports a checkpoint of Megatron-DeepSpeed, and compares the logits with those of the engine itself, in one process.
+"""Exports checkpoints of Megatron-DeepSpeed, and compares the logits with those of the engine itself, in one process.
 
-python tests/convert/megatron_logits.py RUN EMPTY_DIRECTORY, with the engine on PYTHONPATH; the last line of its output
-is a JSON object. RUN's weights, from any layout, are first reshaped for one process, and noise is added to them.
+python tests/convert/megatron_logits.py EMPTY_DIRECTORY RUN..., with the engine on PYTHONPATH; the last line of its
+output is a JSON object. The runs train the same model. A run's weights, from any layout, are first reshaped for one
+process, and noise is added to them.
 """
 
 import json
@@ -36,7 +37,7 @@ def add_noise(state: Mapping[str, Any]) -> None:
         if isinstance(value, Mapping):
             add_noise(value)
         else:
-            value += 0.05 * torch.sin(997 * value)
+            value.data += 0.05 * torch.sin(997 * value.data)
 
 
 def inputs(model: TrainedModel) -> list[torch.Tensor]:
@@ -99,10 +100,10 @@ def for_one_process(model: TrainedModel) -> list[str]:
     return [*kept, "--make-vocab-size-divisible-by", str(multiple)]
 
 
-def compare(run: Path, work: Path) -> dict[str, float]:
+def compare(run: Path, work: Path) -> dict[str, float | str]:
+    """The largest difference of a logit in multiples of the largest logit: of the export, of its import, and with a
+    mistake planted."""
     trained = TrainedModel.of_run(run)
-    sys.argv = ["pretrain", *for_one_process(trained)]
-    initialize_megatron(args_defaults={})
     write(trained.head, trained.weights, work / "one" / "checkpoints", Cut.of(trained.args, 1, 1))
     (path,) = (work / "one").rglob("*.pt")
     content = torch.load(path, weights_only=False)
@@ -122,9 +123,16 @@ def compare(run: Path, work: Path) -> dict[str, float]:
     (path,) = (work / "imported").rglob("*.pt")
     imported = engine_logits(torch.load(path, weights_only=False)["model"], tokens)
     found["imported"] = float((imported - expected).abs().max() / expected.abs().max())
+    right = exporting.twins
     exporting.twins = with_two_biases_swapped
-    return found | {"swapped": difference("swapped")}
+    found["swapped"] = difference("swapped")
+    exporting.twins = right
+    return found
 
 
 if __name__ == "__main__":
-    print(json.dumps(compare(Path(sys.argv[1]), Path(sys.argv[2]))))
+    target = Path(sys.argv[1])
+    runs = [Path(word) for word in sys.argv[2:]]
+    sys.argv = ["pretrain", *for_one_process(TrainedModel.of_run(runs[0]))]
+    initialize_megatron(args_defaults={})
+    print(json.dumps({run.name: compare(run, target / run.name) for run in runs}))

@@ -3,27 +3,48 @@
 import json
 import os
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
 from convert.convert_commands import FP32_ROUNDING, MISTAKE, check_logits, script, t5bench
-from harness import STRATEGIES
+from harness import NATIVE_STRATEGIES, REPO_ROOT, STRATEGIES
+from real_runs import EXACT, environment, train
 
 
-@pytest.mark.long
-def test_logits_of_every_strategys_export_are_the_engines(native_runs: Path, tmp_path: Path):
-    """With noise on every parameter, so that no bias and no norm can hide; the same with keys in place of values."""
-    found = script("every_strategy.py", tmp_path, *(native_runs / name for name in STRATEGIES))
-    assert found.keys() == set(STRATEGIES)
+def check_exports(runs: Path, directory: Path) -> None:
+    """With noise on every parameter, so that no bias and no norm can hide; the same with two parameters swapped."""
+    found = script("every_strategy.py", directory, *(runs / name for name in NATIVE_STRATEGIES))
+    assert found.keys() == set(NATIVE_STRATEGIES)
     for strategy, differences in found.items():
         assert differences["difference"] < FP32_ROUNDING, (strategy, differences)
         assert differences["swapped"] > MISTAKE, (strategy, differences)
 
 
 @pytest.mark.long
-def test_logits_of_a_t5_of_megatron_are_the_engines(megatron_runs: Path, megatron_dir: Path, tmp_path: Path):
-    """Of a GPT too: tests/engines/test_gpt.py, which trains one."""
-    check_logits(megatron_runs / "hybrid", tmp_path, megatron_dir)
+def test_logits_of_every_strategys_export_are_the_engines(native_runs: Path, tmp_path: Path):
+    check_exports(native_runs, tmp_path)
+
+
+@pytest.mark.long
+def test_logits_of_a_gpts_export_are_the_engines_with_every_strategy(tmp_path: Path):
+    """The tokenizer is the sample's: there may be no checkout with GPT-2's."""
+    sample = REPO_ROOT / "megatron_data" / "sample"
+    family = {"MODEL_FAMILY": "gpt", "ENGINE": "native", "MEGATRON_DATA_DIR": str(tmp_path / "data")}
+    prepare = ["bash", str(REPO_ROOT / "scripts" / "prepare_xsum_megatron.sh")]
+    source = {"XSUM_SOURCE": str(sample / "articles.jsonl"), "TOKENIZER_MODEL": str(sample / "tokenizer")}
+    subprocess.run(prepare, env=environment(**family, **source), check=True, timeout=120, capture_output=True)
+    for strategy in NATIVE_STRATEGIES:
+        processes = {"NPROC_PER_NODE": "8"} if strategy == "hybrid" else {}
+        train(strategy, tmp_path / strategy, **EXACT, **family, **processes, TRAIN_ITERS="2", SAVE_INTERVAL="2")
+    (tmp_path / "exports").mkdir()
+    check_exports(tmp_path, tmp_path / "exports")
+
+
+@pytest.mark.long
+def test_logits_of_every_strategys_export_are_megatrons(megatron_runs: Path, megatron_dir: Path, tmp_path: Path):
+    """Of GPTs too: tests/engines/test_gpt.py, which trains some."""
+    check_logits(tmp_path, megatron_dir, *(megatron_runs / name for name in STRATEGIES))
 
 
 @pytest.mark.long

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -80,6 +81,17 @@ def test_scores_and_texts_of_a_gpt_are_those_of_the_plainest_computation(tmp_pat
     assert drawn == same and drawn != greedy and other != drawn
 
 
+@pytest.mark.long
+def test_lm_evaluation_harness_reads_an_export_and_agrees(tmp_path: Path):
+    program = os.environ.get("LM_EVAL") or shutil.which("lm_eval")
+    if not program:
+        pytest.skip(
+            'no lm_eval: pip install "lm_eval[hf]" in an environment of its own, and set LM_EVAL to its program'
+        )
+    found = script("harness_scores.py", tmp_path, program)
+    assert found["harness"] == pytest.approx([found["lambada perplexity"], found["lambada accuracy"]], rel=1e-5)
+
+
 @pytest.fixture(scope="module")
 def half_trained(native_runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The hybrid's run as it was after its first evaluation."""
@@ -88,7 +100,7 @@ def half_trained(native_runs: Path, tmp_path_factory: pytest.TempPathFactory) ->
     return run
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_evaluate_prints_the_loss_that_the_run_logged(half_trained: Path):
     result = t5bench("evaluate", half_trained, "--json")
     assert result.returncode == 0, result.stderr
@@ -100,7 +112,7 @@ def test_evaluate_prints_the_loss_that_the_run_logged(half_trained: Path):
     assert refused.returncode == 2 and "this model is a T5" in refused.stderr
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_t5_fills_the_gaps_of_a_file(half_trained: Path, tmp_path: Path):
     (tmp_path / "prompts").write_text(f"{PROMPT}\n\nA <extra_id_0>.\n")
     words = "--prompts", tmp_path / "prompts", "--top-k", "5", "--samples", "2", "--max-new-tokens", "6"

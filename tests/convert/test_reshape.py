@@ -1,15 +1,19 @@
-"""Weights of a checkpoint for another layout, without the engine."""
+"""Checkpoints for another layout: weights without the engine, and runs that continue."""
 
 from argparse import Namespace
 from pathlib import Path
 
 import pytest
 import torch
+from real_runs import EXACT, WATCHED, train
 
 from t5bench import Problem
+from t5bench.__main__ import main
 from t5bench.convert.checkpoint_file import read_checkpoint_file as read
 from t5bench.convert.reshape import write
 from t5bench.convert.shards import HEAD, WORDS, Cut, Weights, whole_weights
+from t5bench.package.relations import contradictions
+from t5bench.record.records import Run, load
 
 HEADS, WIDTH, LAYERS = 4, 8, 4
 
@@ -104,3 +108,62 @@ def test_shards_of_zero3_and_of_the_pipeline_module_are_read(tmp_path: Path):
 def test_what_cannot_be_cut_is_refused(tp: int, pp: int, changes: dict[str, int]):
     with pytest.raises(Problem, match=f"cannot be cut for TP {tp} and PP {pp}"):
         Cut.of(arguments(True, **changes), tp, pp)
+
+
+def continued(run: Path, directory: Path, strategy: str, tp: int, pp: int, **settings: str) -> Run:
+    """A run's second half, in another layout and with another strategy."""
+    words = ["reshape", run, "--tp", tp, "--pp", pp, "--output", directory, "--iteration", "10"]
+    assert main([str(word) for word in words]) == 0
+    return train(strategy, directory, **EXACT, **WATCHED | {"WANDB_MODE": "disabled"}, **settings, RESUME="1")
+
+
+def check_continues(found: Run, expected: Run) -> None:
+    """The same samples, rates, losses and gradient norms as without the change."""
+    numbers = {line.iteration: (line.lm_loss, line.grad_norm, line.learning_rate) for line in expected.iterations}
+    assert [line.iteration for line in found.iterations] == list(range(11, 21))
+    for line in found.iterations:
+        assert (line.lm_loss, line.grad_norm, line.learning_rate) == pytest.approx(numbers[line.iteration], rel=5e-6)
+    assert found.evaluations[-1].lm_loss == pytest.approx(expected.evaluations[-1].lm_loss, rel=1e-6)
+    assert not list(contradictions(found))
+
+
+CHANGES = [("ddp", "tensor", 2, 1), ("hybrid", "ddp", 1, 1), ("zero1", "ddp", 1, 1), ("tensor", "pipeline", 1, 2)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("before", "after", "tp", "pp"), [*CHANGES, ("zero3", "fsdp2", 1, 1)])
+def test_a_run_of_the_native_engine_continues_in_another_layout(
+    native_runs: Path, sample_data: Path, tmp_path: Path, before: str, after: str, tp: int, pp: int
+):
+    run = native_runs / before
+    found = continued(run, tmp_path / after, after, tp, pp, ENGINE="native", MEGATRON_DATA_DIR=str(sample_data))
+    check_continues(found, load(run))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("before", "after", "tp", "pp"), CHANGES)
+def test_a_run_of_megatron_continues_in_another_layout(
+    megatron_runs: Path,
+    megatron_dir: Path,
+    sample_data: Path,
+    tmp_path: Path,
+    before: str,
+    after: str,
+    tp: int,
+    pp: int,
+):
+    engine = {"ENGINE": "megatron", "MEGATRON_DIR": str(megatron_dir), "MEGATRON_DATA_DIR": str(sample_data)}
+    run = megatron_runs / before
+    check_continues(continued(run, tmp_path / after, after, tp, pp, **engine), load(run))
+
+
+@pytest.mark.slow
+def test_the_states_of_bf16_and_of_more_replicas_are_carried_over(sample_data: Path, tmp_path: Path):
+    """The fp32 masters, not their bf16 copies. From two replicas under ZeRO-2 to four under DDP."""
+    settings = {"ENGINE": "native", "MEGATRON_DATA_DIR": str(sample_data), "TRAIN_ITERS": "4", "SAVE_INTERVAL": "2"}
+    settings |= {"PRECISION_FLAG": "--bf16", "DROPOUT": "0", "GRADIENT_REDUCTION": "fp32"}
+    before = train("zero2", tmp_path / "zero2", **settings)
+    assert main(["reshape", str(tmp_path / "zero2"), "--iteration", "2", "--output", str(tmp_path / "ddp")]) == 0
+    after = train("ddp", tmp_path / "ddp", **settings, RESUME="1", NPROC_PER_NODE="4")
+    expected = [line.lm_loss for line in before.iterations[2:]]
+    assert [line.lm_loss for line in after.iterations] == pytest.approx(expected, rel=2e-4)

@@ -48,7 +48,7 @@ def test_a_gpt_is_the_same_model_in_every_strategy_resumed_evaluated_and_merged(
     assert evaluated["status"] == "complete" and "validation" in found
 
     (tmp_path / "compared").mkdir()
-    check_logits(tmp_path / "3d", tmp_path / "compared", Path(gpt["MEGATRON_DIR"]))
+    check_logits(tmp_path / "compared", Path(gpt["MEGATRON_DIR"]), *(tmp_path / name for name in curves))
 
     moved, merged = (tmp_path / "3d").rename(tmp_path / "elsewhere"), tmp_path / "merged"
     assert main(["reshape", str(moved), "--output", str(merged)]) == 0

@@ -69,6 +69,34 @@ def test_what_differs_is_named(died: Callable[..., Plan], changes: dict, differe
     assert list(misfits(died(**changes))) == differences
 
 
+def test_another_layout_is_refused_with_the_command_that_gives_it(died: Callable[..., Plan]):
+    died(10)
+    with pytest.raises(Problem) as refused:
+        checkpoint(died(strategy="tensor"), agree=False)
+    run = Path(died().output_dir)
+    assert f"python -m t5bench reshape {run} --tp 2 --pp 1, then this launcher" in refused.value.remedy
+    assert refused.value.remedy.endswith(f"OUTPUT_DIR={run}-tp2-pp1")
+    with pytest.raises(Problem) as refused:
+        checkpoint(died(strategy="zero1"), agree=False)
+    assert "cannot go on under ZeRO" in refused.value.remedy
+
+
+def test_a_reshaped_checkpoint_fits_its_layout_on_any_number_of_replicas(died: Callable[..., Plan]):
+    """The record that reshape keeps says what else must stay the same."""
+    plan = died(10)
+    run = Path(plan.output_dir)
+    (run / "reshaped-from").mkdir()
+    (run / "node0.json").rename(run / "reshaped-from" / "node0.json")
+    for file in Checkpoints(plan).folder(10).glob("random_*.pt"):
+        file.unlink()
+    assert checkpoint(died(world_size=4), agree=False) == 10
+    assert refusal(died(SEED="5")).endswith("SEED is '5' here and was '1234'")
+    assert refusal(died(strategy="tensor")).endswith("the checkpoint is of another layout than TP=2 PP=1")
+    assert refusal(died(strategy="zero1")).endswith("ZeRO cannot continue a reshaped checkpoint")
+    Checkpoints(plan).directory.joinpath("weights-only").touch()
+    assert "only weights, which are for EVAL_ONLY=1" in refusal(plan)
+
+
 def refusal(plan: Plan) -> str:
     with pytest.raises(Problem) as refused:
         checkpoint(plan, agree=False)
