@@ -355,8 +355,8 @@ class Job:
     @property
     def apart(self) -> "Job":
         """The same job with every chunk of the model as the only one of a stage."""
-        parallel = self.parallel
-        return self.on(pipeline=parallel.chunks, virtual_stages=1, split_rank=parallel.split_rank)
+        stage_of_each = replace(self.parallel, pipeline=self.parallel.chunks, virtual_stages=1)
+        return replace(self, parallel=stage_of_each)
 
     def on(self, **sizes: Any) -> "Job":
         """The same job in another layout: fields of Parallel."""

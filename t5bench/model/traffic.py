@@ -53,7 +53,8 @@ def rows(job: Job) -> list[Row]:
         tensor_parallel = (row for chunk in chunks for row in _tensor_parallel(job.apart, chunk))
         for row in (*_data_parallel(job, stage), *tensor_parallel, *_pipeline(job, stage)):
             if row.count and row.bytes:
-                counts[replace(row, count=0)] += row.count
+                kind = replace(row, count=0)
+                counts[kind] += row.count
         for row, count in counts.items():
             stages_of_row.setdefault(replace(row, count=count), []).append(stage)
     return [replace(row, stages=tuple(stages)) for row, stages in stages_of_row.items()]
