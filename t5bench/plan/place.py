@@ -39,23 +39,10 @@ def check_data(draft: Draft, tokenizer: str) -> str:
             lacking = lacks_validation(len(index.doc_idx) - 1, given.get("--split", SPLIT))
             if lacking:
                 draft.lack("validation", str(lacking), lacking.remedy)
-        if tokenizer == DEFAULT_TOKENIZER and not draft.value("TOKENIZER_MODEL"):
-            _check_company(prefix)
         _check_tokenizer(draft, prefix, tokenizer)
     except Problem as problem:
         draft.lack("data", str(problem), problem.remedy)
     return prefix
-
-
-def _check_company(prefix: str) -> None:
-    """Raises Problem for data that were copied without what was prepared with them: the engine would fetch a tokenizer
-    from the hub in every process, after torchrun has started, and it might be another one."""
-    record = Path(f"{prefix}.meta.json")
-    if record.exists():
-        return
-    found = f"{prefix}.bin and .idx are here without {record.name} and tokenizer/, which belong to them"
-    remedy = "Copy these too (README, step 7). If the data were prepared elsewhere, name their tokenizer:"
-    raise Problem(found, f"{remedy} TOKENIZER_MODEL={DEFAULT_TOKENIZER}, for example")
 
 
 def _check_decoder_length(draft: Draft, index: Index) -> None:
