@@ -127,7 +127,12 @@ def check_continues(found: Run, expected: Run) -> None:
     assert not list(contradictions(found))
 
 
-CHANGES = [("ddp", "tensor", 2, 1), ("hybrid", "ddp", 1, 1), ("zero1", "ddp", 1, 1), ("tensor", "pipeline", 1, 2)]
+CHANGES = [
+    ("hybrid", "ddp", 1, 1),
+    pytest.param("ddp", "tensor", 2, 1, marks=pytest.mark.long),
+    pytest.param("zero1", "ddp", 1, 1, marks=pytest.mark.long),
+    pytest.param("tensor", "pipeline", 1, 2, marks=pytest.mark.long),
+]
 
 
 @pytest.mark.slow

@@ -125,8 +125,15 @@ def test_zero_that_reduces_once(native_runs: Path, sample_data: Path, tmp_path: 
     parity(*(tmp_path / name for name in ("zero2", "zero3", "zero3_offload")), baseline=native_runs / "ddp")
 
 
-@pytest.mark.parametrize("strategy", ["tensor", "hybrid"])
-@pytest.mark.parametrize("family", ["t5", "gpt"])
+@pytest.mark.parametrize(
+    ("family", "strategy"),
+    [
+        ("t5", "hybrid"),
+        ("gpt", "tensor"),
+        pytest.param("t5", "tensor", marks=pytest.mark.long),
+        pytest.param("gpt", "hybrid", marks=pytest.mark.long),
+    ],
+)
 def test_sequence_parallelism_changes_nothing(
     sample_data: Path, tmp_path: Path, request: pytest.FixtureRequest, family: str, strategy: str
 ):

@@ -46,13 +46,17 @@ def assert_equal(run: Run, baseline: Run) -> None:
     ("strategy", "family", "settings"),
     [
         ("pipeline", "t5", {"PIPELINE_PARALLEL_SIZE": "3", "RECOMPUTE": "full"}),
-        ("pipeline", "t5", {"PIPELINE_PARALLEL_SIZE": "8"}),
-        ("pipeline", "gpt", {"PIPELINE_PARALLEL_SIZE": "8"}),
+        pytest.param("pipeline", "t5", {"PIPELINE_PARALLEL_SIZE": "8"}, marks=pytest.mark.long),
+        pytest.param("pipeline", "gpt", {"PIPELINE_PARALLEL_SIZE": "8"}, marks=pytest.mark.long),
         ("hybrid", "t5", {"PIPELINE_PARALLEL_SIZE": "3", "TENSOR_PARALLEL_SIZE": "2"}),
-        ("pipeline", "t5", {"PIPELINE_PARALLEL_SIZE": "3", "PIPELINE_SCHEDULE": "gpipe"}),
+        pytest.param(
+            *("pipeline", "t5", {"PIPELINE_PARALLEL_SIZE": "3", "PIPELINE_SCHEDULE": "gpipe"}), marks=pytest.mark.long
+        ),
         ("pipeline", "t5", {"PIPELINE_SCHEDULE": "interleaved"}),
         ("pipeline", "gpt", {"PIPELINE_PARALLEL_SIZE": "4", "PIPELINE_SCHEDULE": "interleaved"}),
-        ("hybrid", "t5", {"PIPELINE_SCHEDULE": "interleaved", "NPROC_PER_NODE": "8"}),
+        pytest.param(
+            *("hybrid", "t5", {"PIPELINE_SCHEDULE": "interleaved", "NPROC_PER_NODE": "8"}), marks=pytest.mark.long
+        ),
     ],
     ids=lambda value: "-".join(value.values()) if isinstance(value, dict) else value,
 )
@@ -74,7 +78,7 @@ def test_schedules_take_the_same_dropout(trained: Trained):
     ]
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+@pytest.mark.parametrize("schedule", [pytest.param("1f1b", marks=pytest.mark.long), "interleaved"])
 def test_a_resumed_pipeline_gives_the_uninterrupted_curve(
     sample_data: Path, trained: Trained, tmp_path: Path, schedule: str
 ):
