@@ -67,6 +67,7 @@ _BEFORE_AMPERE = (
     ("rtx5000", r"(Quadro )?RTX 5000", 89.2, 11.2, 16, 448),
     ("rtx6000", r"Quadro RTX 6000", 130.5, 16.3, 24, 672),
     ("rtx8000", r"Quadro RTX [68]000", 130.5, 16.3, 48, 672),
+    # Written without the sheets at hand, to be checked: rtx2080ti, a800, a10g, h800, h20, gb200, b300, gb300, mi250x.
     ("rtx2080ti", r"(GeForce )?RTX 2080 Ti", 53.8, 13.4, 11, 616),  # Turing white paper, reference clocks, fp32 sums
     ("titan-rtx", r"TITAN RTX", 130.5, 16.3, 24, 672),
 )
