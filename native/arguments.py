@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 from t5bench import Problem, note
 from t5bench.model.job import beyond_native
+from t5bench.model.schedule import INTERLEAVED, ONE_F_ONE_B, SCHEDULES, interleaving_fault
 
 EXIT_CONFIGURATION = 2
 
@@ -39,12 +40,16 @@ def shares(text: str) -> list[float]:
 # A flag, its type or choices (bool is a switch), its default (REQUIRED if it must be given), and its meaning.
 Flag = tuple[str, Any, Any, str]
 REQUIRED: Any = object()
-SCHEDULES = ("1f1b", "gpipe", "interleaved")
 FLAGS: list[Flag] = [
     ("--tensor-model-parallel-size", positive, 1, "processes that share each layer"),
     ("--sequence-parallel", bool, False, "tensor-parallel processes share the tokens between the layers, too"),
     ("--pipeline-model-parallel-size", positive, 1, "stages of layers, on separate processes"),
-    ("--pipeline-schedule", SCHEDULES, "1f1b", "in which order a stage takes micro-batches (this engine's own flag)"),
+    (
+        "--pipeline-schedule",
+        SCHEDULES,
+        ONE_F_ONE_B,
+        "in which order stages take micro-batches (this engine's own flag)",
+    ),
     ("--virtual-pipeline-stages", positive, 1, "parts of the model on each stage (this engine's own flag)"),
     ("--fsdp2", bool, False, "divide parameters, gradients and optimizer states by FSDP2 (this engine's own flag)"),
     ("--fsdp2-keep-parameters", bool, False, "gather parameters once an iteration, and keep them until its end"),
@@ -237,13 +242,13 @@ def check_gpt(args: argparse.Namespace) -> None:
 
 def check_schedule(args: argparse.Namespace) -> None:
     """Raises Problem if the pipeline's schedule does not fit."""
-    is_interleaved = args.pipeline_schedule == "interleaved"
+    is_interleaved = args.pipeline_schedule == INTERLEAVED
     if is_interleaved != (args.virtual_pipeline_stages > 1) or (is_interleaved and args.pp == 1):
         remedy = "Give --pipeline-schedule interleaved, at least 2 --virtual-pipeline-stages and pipeline stages"
         raise Problem("only the interleaved schedule has virtual pipeline stages, and it needs them", remedy)
-    if is_interleaved and args.micro_batches % args.pp:
-        found = f"the interleaved schedule takes a multiple of {args.pp} micro-batches, found {args.micro_batches}"
-        raise Problem(found, "Change the batch sizes, or the schedule")
+    fault = interleaving_fault(args.pp, args.micro_batches)
+    if is_interleaved and fault:
+        raise Problem(fault, "Change the batch sizes, or the schedule")
 
 
 def check_trace(args: argparse.Namespace) -> None:

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from t5bench.model.schedule import ONE_F_ONE_B
+
 REDUCE_ONCE_RELEASE = "0.19.2"  # of DeepSpeed, from which on ZeRO-2 and 3 can reduce once an iteration
 BYTES = {"bf16": 2, "fp16": 2, "fp8": 2, "fp32": 4, "tf32": 4}
 
@@ -123,7 +125,7 @@ class Parallel:
     split_rank: int | None = None  # where the decoder begins, see decoder_stage; at half unless given
     sequence_parallel: bool = False
     virtual_stages: int = 1  # model chunks on each GPU under the interleaved schedule
-    schedule: str = "1f1b"  # or "gpipe", or "interleaved"
+    schedule: str = ONE_F_ONE_B  # one of schedule.SCHEDULES
     devices_per_node: int = 8
     shards: int = 0  # FSDP2: data-parallel GPUs that share one copy of the states; 0 if all do
     deepspeed: bool = False  # its pipeline engine, whose last stage copies the whole tied embedding, positions too
@@ -336,7 +338,7 @@ class Job:
                 sequence_parallel=_given(arguments, "sequence_parallel"),
                 devices_per_node=layout.nproc_per_node,
                 virtual_stages=int(arguments.get("virtual_pipeline_stages") or 1),
-                schedule=arguments.get("pipeline_schedule") or "1f1b",
+                schedule=arguments.get("pipeline_schedule") or ONE_F_ONE_B,
                 shards=int(arguments.get("fsdp2_shard_size") or 0),
                 deepspeed=layout.pp > 1 and zero.stage > 0,
             ),

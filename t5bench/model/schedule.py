@@ -24,15 +24,26 @@ class Slot:
     end: float
 
 
+ONE_F_ONE_B = "1f1b"
 GPIPE = "gpipe"
+INTERLEAVED = "interleaved"  # 1F1B with several chunks
+SCHEDULES = (ONE_F_ONE_B, GPIPE, INTERLEAVED)
+
+
+def interleaving_fault(stages: int, micro_batches: int) -> str:
+    """Why the interleaved schedule cannot take so many micro-batches; "" if it can."""
+    if micro_batches % stages == 0:
+        return ""
+    return f"the interleaved schedule takes a multiple of {stages} micro-batches, found {micro_batches}"
 
 
 def order(
-    stage: int, stages: int, micro_batches: int, chunks: int = 1, kind: str = "1f1b"
+    stage: int, stages: int, micro_batches: int, chunks: int = 1, kind: str = ONE_F_ONE_B
 ) -> list[tuple[str, int, int]]:
-    """What a stage does, in order: (way, micro-batch, chunk). kind: GPIPE, or any other word for 1F1B."""
-    if chunks > 1 and micro_batches % stages:
-        raise ValueError(f"the interleaved schedule takes a multiple of {stages} micro-batches, found {micro_batches}")
+    """What a stage does, in order: (way, micro-batch, chunk). kind: one of SCHEDULES; chunks decide on interleaving."""
+    fault = interleaving_fault(stages, micro_batches)
+    if chunks > 1 and fault:
+        raise ValueError(fault)
     total = micro_batches * chunks
     stages_behind = stages - stage - 1
     warm_up = stages_behind if chunks == 1 else 2 * stages_behind + (chunks - 1) * stages
@@ -58,7 +69,7 @@ def one_f_one_b(
     micro_batches: int,
     transfer: float = 0.0,
     chunks: int = 1,
-    kind: str = "1f1b",
+    kind: str = ONE_F_ONE_B,
 ) -> list[Slot]:
     """The slots of an iteration, in the order in which they start.
 
@@ -100,7 +111,7 @@ def duration(
     micro_batches: int,
     transfer: float = 0.0,
     chunks: int = 1,
-    kind: str = "1f1b",
+    kind: str = ONE_F_ONE_B,
 ) -> float:
     """Seconds from the first forward to the last backward; long schedules are extrapolated from their steady state."""
     stages = len(forward)
@@ -120,7 +131,7 @@ def duration(
 
 
 def idle_share(
-    forward: Sequence[float], backward: Sequence[float], micro_batches: int, chunks: int = 1, kind: str = "1f1b"
+    forward: Sequence[float], backward: Sequence[float], micro_batches: int, chunks: int = 1, kind: str = ONE_F_ONE_B
 ) -> float:
     """The bubble: the share of all stages' time, from the first forward to the last backward, in which they wait.
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from t5bench import REPOSITORY
 from t5bench.corpus.index import SPLIT
 from t5bench.model.layout import Layout
+from t5bench.model.schedule import INTERLEAVED, ONE_F_ONE_B
 from t5bench.plan.draft import Draft
 from t5bench.plan.families import family_of
 from t5bench.record.plan import Arguments
@@ -165,9 +166,9 @@ def schedule_arguments(draft: Draft, layout: Layout) -> list[str]:
     """The schedule of a pipeline, unless it is 1F1B, for which Megatron-DeepSpeed has no argument."""
     schedule = draft.value("PIPELINE_SCHEDULE")
     words: list[str] = []
-    if layout.pp > 1 and schedule != "1f1b":
+    if layout.pp > 1 and schedule != ONE_F_ONE_B:
         words += ["--pipeline-schedule", schedule]
-    if layout.pp > 1 and schedule == "interleaved":
+    if layout.pp > 1 and schedule == INTERLEAVED:
         words += ["--virtual-pipeline-stages", draft.value("VIRTUAL_PIPELINE_STAGES")]
     return words
 

@@ -4,6 +4,7 @@ from t5bench import Problem
 from t5bench.model.flops import layer_multiply_adds, multiply_adds
 from t5bench.model.job import Architecture, beyond_native
 from t5bench.model.layout import Layout, decoder_stage
+from t5bench.model.schedule import INTERLEAVED, ONE_F_ONE_B, interleaving_fault
 from t5bench.plan.draft import Draft
 from t5bench.plan.families import family_of
 from t5bench.record.gpus import GpuInventory, visible_gpus
@@ -76,7 +77,7 @@ def divide(draft: Draft, per_node: int, zero_stage: int) -> Layout | None:
         remedy = f"Set NNODES and NPROC_PER_NODE so that their product is divisible by {tp * pp}"
         refuse("world-size", f"{found} ({nnodes} node(s) x {per_node})", remedy)
     parts = pp  # of the model
-    if pp > 1 and draft.value("PIPELINE_SCHEDULE") == "interleaved":
+    if pp > 1 and draft.value("PIPELINE_SCHEDULE") == INTERLEAVED:
         parts *= draft.number("VIRTUAL_PIPELINE_STAGES")
     _check_sizes(draft, tp, pp, parts)
     if draft.is_refused:
@@ -103,14 +104,15 @@ def divide(draft: Draft, per_node: int, zero_stage: int) -> Layout | None:
 
 def _check_schedule(draft: Draft, layout: Layout) -> None:
     schedule = draft.value("PIPELINE_SCHEDULE")
-    if layout.pp == 1 or schedule == "1f1b":
+    if layout.pp == 1 or schedule == ONE_F_ONE_B:
         return
     if draft.value("ENGINE") != "native":
         found = f"PIPELINE_SCHEDULE={schedule} is the native engine's, and Megatron-DeepSpeed runs here with 1f1b alone"
         draft.refuse("pipeline-schedule", found, "Set ENGINE=native, or PIPELINE_SCHEDULE=1f1b")
-    elif schedule == "interleaved" and layout.micro_batches % layout.pp:
-        found = f"the interleaved schedule takes a multiple of {layout.pp} micro-batches, found {layout.micro_batches}"
-        draft.refuse("pipeline-schedule", found, "Change GLOBAL_BATCH_SIZE or MICRO_BATCH_SIZE, or PIPELINE_SCHEDULE")
+        return
+    fault = interleaving_fault(layout.pp, layout.micro_batches)
+    if schedule == INTERLEAVED and fault:
+        draft.refuse("pipeline-schedule", fault, "Change GLOBAL_BATCH_SIZE or MICRO_BATCH_SIZE, or PIPELINE_SCHEDULE")
 
 
 def _decoder_stage(draft: Draft, parts: int) -> int:
