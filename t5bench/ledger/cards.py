@@ -3,22 +3,23 @@
 A card's figures come from two places: the ledger's cells, and the records of runs. Nothing is trained.
 """
 
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from tabulate import tabulate
 
 from t5bench import Problem, note
-from t5bench.compare.parity import other_training, verdict
+from t5bench.compare.parity import Difference, other_training, verdict
 from t5bench.compare.rows import Row, bytes_text, group_runs, make_row
 from t5bench.ledger.judge import RIGHT
 from t5bench.ledger.modes import BASELINE, MODES
 from t5bench.ledger.tables import NAMES
-from t5bench.model.prediction import Prediction
 from t5bench.record.ledger import is_of_launchers
 from t5bench.record.records import Run
 from t5bench.report.command import load_runs, run_directories
+from t5bench.report.tables import predicted_bytes
 
 NOT_TRIED = "not tried"
 FIRST_DIGITS = 8  # of a commit
@@ -66,7 +67,7 @@ def measured_lines(places: Sequence[str]) -> Iterator[Line]:
 def _line_of_row(row: Row, runs: Sequence[Run]) -> Line:
     run = row.run
     versions = run.record["versions"]
-    settings = " ".join(f"{name}={run.plan.settings[name].value}" for name in _chosen(run))
+    settings = " ".join(f"{name}={shlex.quote(run.plan.settings[name].value)}" for name in _chosen(run))
     return Line(
         strategy=row.strategy,
         engine=run.engine,
@@ -82,8 +83,7 @@ def _line_of_row(row: Row, runs: Sequence[Run]) -> Line:
 
 
 def _chosen(run: Run) -> list[str]:
-    settings = run.plan.settings
-    return [name for name in run.plan.chosen if settings[name].value and settings[name].role in DECIDING]
+    return [name for name in run.plan.chosen if run.plan.settings[name].role in DECIDING]
 
 
 def _parity(run: Run, runs: Sequence[Run]) -> str:
@@ -96,28 +96,21 @@ def _parity(run: Run, runs: Sequence[Run]) -> str:
     ]
     if not baselines:
         return NOT_TRIED
-    found = verdict(run, baselines[0])
-    if not found.passed:
-        return f"measured: FAIL, {found.reasons[0]}"
-    assert found.loss and found.norm and not isinstance(found.loss, str) and not isinstance(found.norm, str)
-    return f"measured: PASS, loss within {found.loss.largest:.0e}, norm within {found.norm.largest:.0e}"
+    judged = verdict(run, baselines[0])
+    if not judged.passed:
+        return f"measured: FAIL, {judged.reasons[0]}"
+    assert isinstance(judged.loss, Difference) and isinstance(judged.norm, Difference)
+    return f"measured: PASS, loss within {judged.loss.largest:.0e}, norm within {judged.norm.largest:.0e}"
 
 
 def _bytes(row: Row) -> str:
     said = []
     if row.sent_per_iteration is not None:
         said.append(f"measured {bytes_text(row.sent_per_iteration)}")
-    if row.prediction:
-        said.append(f"predicted {bytes_text(_predicted_bytes(row.prediction, row.run.layout.nnodes))}")
+    predicted = predicted_bytes(row)
+    if predicted:
+        said.append(f"predicted {bytes_text(predicted.value)}")
     return ", ".join(said) or NOT_TRIED
-
-
-def _predicted_bytes(prediction: Prediction, nodes: int) -> float:
-    """What the busiest node sends in an iteration; of a single node, what its processes send each other."""
-    if nodes > 1:
-        return max(prediction.node_bytes)
-    apart = replace(prediction.job.parallel, devices_per_node=1)
-    return sum(replace(prediction, job=replace(prediction.job, parallel=apart)).node_bytes)
 
 
 def _memory(row: Row) -> str:

@@ -85,10 +85,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--limit", type=float, default=LIMIT_SECONDS, help="a longer cell hangs (%(default)s s)")
     parser.add_argument("--output", type=Path, default=REPOSITORY / "outputs" / "ledger", help="directory of the runs")
     parser.add_argument("--page", type=Path, help="directory of ledger.md, .html and .json (default: --output's)")
-    cards_help = (
-        "train nothing: write cards.md, what the ledger and the runs in these directories show of each strategy"
-    )
-    parser.add_argument("--cards", nargs="+", metavar="RUNS", help=cards_help)
+    what = "train nothing: write cards.md, what the ledger and the runs in these directories show of each strategy"
+    parser.add_argument("--cards", nargs="+", metavar="RUNS", help=what)
 
 
 def chosen(text: str, known: Sequence[str], what: str) -> list[str]:
@@ -439,7 +437,8 @@ def run(args: argparse.Namespace) -> int:
         try:
             measure_column(ledger, column, data / "tokenizer", code, progress)
         except Problem as problem:
-            note(f"error: {column.name} was not measured: {problem.report}")
+            note(f"error: {column.name} was not measured: {problem.found}")
+            note(f"       {problem.remedy}")
             failed = True
     cells = [asdict(cell) for cell in read_cells(output / "cells.jsonl").values() if cell.code == code]
     page = args.page or output

@@ -82,12 +82,8 @@ def look_up(
     if precision == "bf16":
         in_bf16 = [cell for cell in cells_in("bf16") if version_of(cell["release"]) == version]
         own = in_bf16 or own
-    faults = [cell for cell in own if cell["verdict"] != RIGHT]
-    if faults:
-        worst = max(faults, key=lambda cell: cell["verdict"] == WRONG)
-        return Answer(worst["verdict"], _describe(worst))
     if own:
-        return Answer(RIGHT)
+        return _worst(own)
     if any(cell["release"] and version_of(cell["release"]) == version for cell in ledger["cells"]):
         return Answer(UNKNOWN)
     return _between(cells, version, release)
@@ -115,11 +111,15 @@ def look_up_torch(release: str, strategy: str, *, precision: str, resumes: bool 
         and (cell["strategy"], version_of(cell["torch"])) == (strategy, version)
         and cell["mode"] in modes
     ]
-    faults = [cell for cell in own if cell["verdict"] != RIGHT]
-    if faults:
-        worst = max(faults, key=lambda cell: cell["verdict"] == WRONG)
-        return Answer(worst["verdict"], _describe(worst))
-    return Answer(RIGHT if own else UNKNOWN)
+    return _worst(own) if own else Answer(UNKNOWN)
+
+
+def _worst(cells: Sequence[Mapping[str, Any]]) -> Answer:
+    faults = [cell for cell in cells if cell["verdict"] != RIGHT]
+    if not faults:
+        return Answer(RIGHT)
+    worst = max(faults, key=lambda cell: cell["verdict"] == WRONG)
+    return Answer(worst["verdict"], _describe(worst))
 
 
 def _between(cells: Sequence[Mapping[str, Any]], version: tuple[int, ...], release: str) -> Answer:

@@ -1,5 +1,6 @@
 """The ledger: its verdicts, its table, what launchers read in it, and real trainings of the installed release."""
 
+import argparse
 import json
 import shutil
 import subprocess
@@ -13,8 +14,9 @@ from harness import REPO_ROOT
 from made_runs import make_run
 from real_runs import environment
 
+from t5bench import Problem
 from t5bench.__main__ import main
-from t5bench.ledger import tables
+from t5bench.ledger import command, tables
 from t5bench.ledger.changes import CHANGES
 from t5bench.ledger.judge import DOES_NOT_RUN, RIGHT, WRONG, Curves, Verdict, judge, why
 from t5bench.ledger.modes import MODES, RELEASES, STRATEGIES, deepspeed_json
@@ -163,12 +165,17 @@ def test_the_committed_page_is_that_of_the_committed_data(tmp_path):
         assert (tmp_path / name).read_text() == (docs / name).read_text(), "write it again: t5bench ledger --page docs"
 
 
-def run_ledger(output: Path, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """The command, with a folder in place of what it would install."""
+def run_ledger(
+    output: Path, folder: Path, *arguments: str, first_folder: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    """The command, with a folder in place of what it would install. first_folder: of Python's modules."""
     program = (
         "import sys; from pathlib import Path\n"
         "from t5bench.__main__ import main; from t5bench.ledger import environments\n"
         f"environments.release_folder = lambda *_: Path({str(folder)!r})\n"
+        f"first = {[str(first_folder)] if first_folder else []}\n"
+        "usual = environments.environment\n"
+        "environments.environment = lambda folders, added: usual([*first, *folders], added)\n"
         "sys.exit(main(['ledger', *sys.argv[1:]]))"
     )
     words = [sys.executable, "-c", program, "--output", str(output), *arguments]
@@ -263,10 +270,64 @@ def test_a_card_says_how_each_figure_is_known(tmp_path):
     assert result == 0
     assert "measured: PASS, loss within 0e+00" in text and "measured: FAIL, the loss differs by" in text
     assert "the baseline" in text and "predicted " in text and "not tried" in text
-    assert "bash scripts/run_megatron_t5_zero1.sh`" in text
+    assert "PRECISION_FLAG='' " in text and "bash scripts/run_megatron_t5_zero1.sh`" in text
     assert "right in 0 of 7 modes: fp32 does not run" in text, "0.18.9 of the committed ledger"
 
 
 def test_cards_of_nothing_are_refused(tmp_path, capsys):
     assert main(["ledger", "--cards", str(tmp_path)]) == 2
     assert "holds no run" in capsys.readouterr().err
+
+
+# Run by each process of the ledger when it starts.
+SUMMING = """
+import torch.distributed.fsdp as fsdp
+
+def summing(module, *others, right=fsdp.fully_shard, **named):
+    right(module, *others, **named)
+    module.set_force_sum_reduction_for_comms(True)
+    module.set_gradient_divide_factor(1.0)
+
+fsdp.fully_shard = summing
+"""
+
+
+def columns_of(*words: str) -> list[tuple[str | None, str, set[str]]]:
+    """Of each environment: torch, DeepSpeed, and the strategies that it trains."""
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    made = command.columns(parser.parse_args(words))
+    return [(column.torch, column.release, {strategy for strategy, _ in column.cells}) for column in made]
+
+
+def test_every_release_has_an_environment_and_torch_one_without_deepspeed():
+    assert columns_of("--releases", "0.18.2,0.19.8", "--strategies", "zero2,fsdp2") == [
+        (None, "", {"fsdp2"}),
+        (None, "0.18.2", {"zero2"}),
+        (None, "0.19.8", {"zero2"}),
+    ]
+    assert columns_of("--torch", "2.8.0,2.15.0", "--strategies", "ddp,tensor") == [
+        ("2.8.0", "", {"ddp", "tensor"}),
+        ("2.15.0", "", {"ddp", "tensor"}),
+    ]
+    with pytest.raises(Problem, match="no torch is given"):
+        columns_of("--torch", ",")
+
+
+@pytest.mark.slow
+def test_strategies_without_deepspeed_are_compared_with_ddp_and_that_with_one_process(tmp_path):
+    """With gradients that FSDP2 adds up but does not divide, as torch 2.8.0 does on a CPU, in place of FSDP2's."""
+    few = ("--strategies", "ddp,hybrid,fsdp2", "--modes", "fp32")
+    honest = run_ledger(tmp_path / "output", tmp_path, *few)
+    assert honest.returncode == 0, honest.stderr
+    cells = json.loads((tmp_path / "output" / "ledger.json").read_text())["cells"]
+    assert {(cell["strategy"], cell["release"]): cell["verdict"] for cell in cells} == {
+        ("ddp", ""): RIGHT,
+        ("hybrid", ""): RIGHT,
+        ("fsdp2", ""): RIGHT,
+    }
+    assert not (tmp_path / "output" / "ledger.svg").exists(), "the picture is DeepSpeed's"
+    (tmp_path / "sitecustomize.py").write_text(SUMMING)
+    wrong = run_ledger(tmp_path / "wrong", tmp_path, *few, first_folder=tmp_path)
+    assert wrong.returncode == 0, wrong.stderr
+    assert "fsdp2 fp32  wrong from iteration 1 on: gradient norm, 200,000 times the bound" in wrong.stderr
