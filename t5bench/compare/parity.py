@@ -312,12 +312,20 @@ def blind_spots(baseline: Run, measured: Sequence[Sensitivity]) -> list[str]:
 
 
 def draws_alike(run: Run, baseline: Run) -> bool:
-    """Whether both draw the same dropout masks: without model parallelism, every rank draws from its own seed. The
-    native engine also draws the same ones in an equal layout, for example with sequence parallelism and without."""
+    """Whether both draw the same dropout masks: without model parallelism, every rank draws from its own seed.
+
+    The native engine also draws the same ones in an equal layout, for example with sequence parallelism and without.
+    Interleaved stages have other layers.
+    """
     own = run.layout
     its = baseline.layout
     sizes = (own.world_size, own.tp, own.pp, own.micro_batches)
-    same = run.engine == baseline.engine and sizes == (its.world_size, its.tp, its.pp, its.micro_batches)
+    chunks = [each.plan.named_arguments.get("virtual_pipeline_stages") for each in (run, baseline)]
+    same = (
+        run.engine == baseline.engine
+        and sizes == (its.world_size, its.tp, its.pp, its.micro_batches)
+        and chunks[0] == chunks[1]
+    )
     return run.plan.decimal("DROPOUT") == 0 or (same and (own.tp * own.pp == 1 or run.engine == NATIVE))
 
 

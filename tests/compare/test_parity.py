@@ -10,7 +10,7 @@ import pytest
 
 from t5bench import Problem
 from t5bench.__main__ import main
-from t5bench.compare.parity import TOLERANCE, difference, outside_verdict, relative_difference
+from t5bench.compare.parity import TOLERANCE, difference, draws_alike, outside_verdict, relative_difference
 from t5bench.compare.sensitivity import Sensitivity
 from t5bench.record.records import load
 
@@ -242,6 +242,21 @@ def test_the_native_engine_drops_the_same_in_an_equal_layout(
     assert parity(near, "--baseline", alone).passed("tensor") == directly
     answer = parity(far, "--baseline", alone)
     assert not answer.passed("tensor") and ("seeds each are needed" in answer.output) != directly
+
+
+def test_interleaved_stages_draw_other_masks(tmp_path: Path):
+    """They have other layers, in a layout of the same sizes."""
+    schedules = {
+        "1f1b": (),
+        "gpipe": ("--pipeline-schedule", "gpipe"),
+        "interleaved": ("--pipeline-schedule", "interleaved", "--virtual-pipeline-stages", "2"),
+    }
+    made = {
+        name: made_runs.make_run(tmp_path / name, "pipeline", settings=DROPS, engine="native", own_arguments=words)
+        for name, words in schedules.items()
+    }
+    alone, gpipe, interleaved = (load(directory) for directory in made.values())
+    assert draws_alike(gpipe, alone) and not draws_alike(interleaved, alone)
 
 
 def test_the_baseline_is_judged_by_curves_from_outside(tmp_path: Path):
