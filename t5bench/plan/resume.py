@@ -60,10 +60,10 @@ def checkpoint(plan: Plan, *, agree: bool) -> int:
     wrong = list(misfits(plan))
     if wrong:
         remedy = "Resume with its original settings, or start a new run in another OUTPUT_DIR"
-        if any(each.startswith((STRATEGY, LAYOUT)) for each in wrong):
+        if any(each.name in (STRATEGY, LAYOUT) for each in wrong):
             remedy = f"{remedy}. {how_to_reshape(plan)}"
-        found = f"the run in {plan.output_dir} cannot be resumed with these settings: {'; '.join(wrong)}"
-        raise Problem(found, remedy)
+        sentences = "; ".join(each.sentence for each in wrong)
+        raise Problem(f"the run in {plan.output_dir} cannot be resumed with these settings: {sentences}", remedy)
     own = look(checkpoints, None)
     if plan.layout.nnodes == 1:
         _refuse_without({0: own})
@@ -139,8 +139,17 @@ def _passed_over(iteration: int, reason: str) -> None:
 # ---- the run that wrote it -----------------------------------------------------------------------------------------
 
 
-def misfits(plan: Plan) -> Iterator[str]:
-    """The forbidden differences from the run in this directory: "SEED is '5' here and was '1234'"."""
+class Misfit(NamedTuple):
+    """A forbidden difference from the run in a plan's directory."""
+
+    name: str
+    """A setting's, an argument's, STRATEGY, LAYOUT, or "" for other things."""
+    sentence: str
+    """ "SEED is '5' here and was '1234'"."""
+
+
+def misfits(plan: Plan) -> Iterator[Misfit]:
+    """The forbidden differences from the run in this directory."""
     directory = Path(plan.output_dir)
     part = _earlier_part(directory, plan.node)
     may_differ: set[str] = set()
@@ -162,31 +171,32 @@ def misfits(plan: Plan) -> Iterator[str]:
     ]
     for name, here, there in pairs:
         if name not in may_differ and not same_value(here, there):
-            yield f"{name} is '{here}' here and was '{there}'"
+            yield Misfit(name, f"{name} is '{here}' here and was '{there}'")
     recorded = part.get("data") or {}
     now = machine.data(Path(plan.data_prefix), "")
     for key, suffix in (("bin_bytes", ".bin"), ("idx_sha256", ".idx")):
         if recorded.get(key) and now[key] and recorded[key] != now[key]:
-            yield f"{plan.data_prefix}{suffix} is not the file on which the run was trained"
+            yield Misfit("", f"{plan.data_prefix}{suffix} is not the file on which the run was trained")
 
 
-def _misfits_of_reshaped(plan: Plan, *, has_record: bool) -> Iterator[str]:
+def _misfits_of_reshaped(plan: Plan, *, has_record: bool) -> Iterator[Misfit]:
     """What keeps a plan from continuing a checkpoint that was converted from another layout."""
     assert plan.layout
     checkpoints = Checkpoints(plan)
     if (checkpoints.directory / WEIGHTS_ONLY).exists() and plan.value("EVAL_ONLY") != "1":
-        yield "its checkpoint has only weights, which are for EVAL_ONLY=1 and -- --finetune --load"
+        yield Misfit("", "its checkpoint has only weights, which are for EVAL_ONLY=1 and -- --finetune --load")
     if not has_record:
         return
     if plan.zero_stage:
-        yield f"{STRATEGY} is '{plan.strategy.name}', and ZeRO cannot continue a reshaped checkpoint"
+        found = f"{STRATEGY} is '{plan.strategy.name}', and ZeRO cannot continue a reshaped checkpoint"
+        yield Misfit(STRATEGY, found)
         return
     wanted = {name for name in checkpoints.files(range(plan.layout.world_size)) if not name.startswith("random_")}
     for iteration in checkpoints.iterations()[:1]:
         folder = checkpoints.folder(iteration)
-        found = {str(path.relative_to(folder)) for path in folder.glob("mp_rank_*/*.pt")}
-        if found != wanted:
-            yield f"the checkpoint is of another layout than TP={plan.layout.tp} PP={plan.layout.pp}"
+        present = {str(path.relative_to(folder)) for path in folder.glob("mp_rank_*/*.pt")}
+        if present != wanted:
+            yield Misfit("", f"the checkpoint is of another layout than TP={plan.layout.tp} PP={plan.layout.pp}")
 
 
 def _earlier_part(directory: Path, node: int) -> dict[str, Any] | None:

@@ -85,7 +85,7 @@ def check_settings(runs: Mapping[Path, Row]) -> None:
         has_checkpoint = (directory / "checkpoints" / TRACKER).exists()
         if not row.plan or not (was_completed or has_checkpoint):
             continue
-        differences = list(misfits(replace(row.plan, output_dir=str(directory))))
+        differences = [each.sentence for each in misfits(replace(row.plan, output_dir=str(directory)))]
         if was_completed and not differences:
             now = _processes_of(row.plan)
             then = _processes_of(load(directory).plan)
