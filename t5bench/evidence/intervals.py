@@ -96,9 +96,9 @@ def of_published() -> list[Judged]:
 
 
 def run(as_json: bool) -> int:
-    found = of_published()
+    kinds = of_published()
     if as_json:
-        print(json.dumps([asdict(each) | {"half_width": each.half_width} for each in found], indent=2))
+        print(json.dumps([asdict(each) | {"half_width": each.half_width} for each in kinds], indent=2))
         return 0
     cells = [
         {
@@ -111,10 +111,10 @@ def run(as_json: bool) -> int:
             "mean error": f"{each.mean_error:.1%}",
             "half width / mean error": f"{each.half_width / each.mean_error:.2f}",
         }
-        for each in found
+        for each in kinds
     ]
     print(tabulate(cells, headers="keys", disable_numparse=True))
-    for each in found:
+    for each in kinds:
         print(f"\n{each.kind}, set by: {', '.join(sorted(each.setting))}")
         print(f"{each.kind}, judged by: {', '.join(sorted(each.judging))}")
     return 0

@@ -235,9 +235,10 @@ def _check_stage(stage: int | None, optimizer: str) -> None:
     name = optimizer.lower()
     is_other = re.search(words.OTHER_STAGES, name)
     require(not is_other, f"how '{optimizer}' divides its states is not modelled")
-    said = next((number for pattern, number in words.STAGES.items() if re.search(pattern, name)), None)
-    is_same = said is None or said == (stage or 0)
-    require(is_same, f"'{optimizer}' means ZeRO-{said}, but the layout states {'no stage' if stage is None else stage}")
+    meant = next((number for pattern, number in words.STAGES.items() if re.search(pattern, name)), None)
+    stated_stage = "no stage" if stage is None else stage
+    agrees = meant in (None, stage or 0)
+    require(agrees, f"'{optimizer}' means ZeRO-{meant}, but the layout states {stated_stage}")
 
 
 def _check_divisions(architecture: Architecture, tensor: int, pipeline: int) -> None:

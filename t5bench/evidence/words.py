@@ -166,9 +166,9 @@ def device_of(point: Point) -> Device | None:
     if re.search(VARIANTS, text):
         return None
     names = [name for name in DEVICES if all(re.search(_pattern(part), text) for part in name.split("-"))]
-    found = max(names, key=len, default="")
-    is_whole = not re.search(TI, text) or found.endswith("ti")
-    return DEVICES[found] if found and is_whole else None
+    longest = max(names, key=len, default="")
+    is_whole = not re.search(TI, text) or longest.endswith("ti")
+    return DEVICES[longest] if longest and is_whole else None
 
 
 def _pattern(part: str) -> str:

@@ -36,7 +36,7 @@ class Device:
 
     @property
     def hopper(self) -> bool:
-        return self.name.startswith(("h20", "h100", "h800", "gh200"))  # h200 too
+        return self.name.startswith(("h20", "h100", "h200", "h800", "gh200"))
 
     def peak(self, precision: str) -> float | None:
         """Dense FLOP/s of matrix products; None where the device has no tensor cores for the precision."""

@@ -153,18 +153,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--page", type=Path, nargs="?", const=Path("layouts.html"), metavar="FILE", help=page)
 
 
+def numbers_of_gpus(text: str) -> list[int]:
+    """Raises Problem."""
+    words = text.split(",")
+    sizes = [int(word) for word in words if word.isdecimal() and int(word)]
+    if len(sizes) < len(words):
+        raise Problem(f"--gpus must be numbers of GPUs, found '{text}'", "For example: --gpus 8,64,512")
+    return sizes
+
+
 def run(args: argparse.Namespace) -> int:
     """Raises Problem."""
     if args.page:
         from t5bench.predict import page
 
-        args.page.write_text(page.text(args))
+        start = numbers_of_gpus(args.gpus or "8")[0]
+        args.page.write_text(page.text(args, start))
         print(f"Wrote {args.page}; open it in a browser")
         return 0
-    words = (args.gpus or "").split(",")
-    sizes = [int(word) for word in words if word.isdecimal() and int(word)]
-    if len(sizes) < len(words):
-        raise Problem(f"--gpus must be numbers of GPUs, found '{args.gpus}'", "For example: --gpus 8,64,512")
+    sizes = numbers_of_gpus(args.gpus or "")
     if not args.device:
         raise Problem("--device is missing", f"Choose from: {' '.join(DEVICES)}")
     device = device_for(None, args.device)
@@ -315,13 +322,14 @@ def pareto(candidates: Sequence[Candidate]) -> list[Candidate]:
     return front
 
 
-def as_fast(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """The fastest and those that cannot be told from it: their ratio to its time lies within the 90 % interval of 1.
+def is_as_fast(candidate: Candidate, fastest: Candidate) -> bool:
+    """Whether it cannot be told from the fastest: the ratio of their times lies within the 90 % interval of 1."""
+    return candidate.seconds <= fastest.seconds * intervals.RATIO
 
-    candidates: sorted by time.
-    """
-    limit = candidates[0].seconds * intervals.RATIO
-    return [candidate for candidate in candidates if candidate.seconds <= limit]
+
+def as_fast(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """The fastest and those that cannot be told from it. candidates: sorted by time."""
+    return [candidate for candidate in candidates if is_as_fast(candidate, candidates[0])]
 
 
 def losers(candidates: Sequence[Candidate]) -> Iterator[tuple[str, str]]:
@@ -332,7 +340,7 @@ def losers(candidates: Sequence[Candidate]) -> Iterator[tuple[str, str]]:
         best_of_kind.setdefault(candidate.kind, candidate)
     for kind, best in best_of_kind.items():
         if kind != winner.kind:
-            untold = "" if best.seconds > winner.seconds * intervals.RATIO else " (cannot be told apart)"
+            untold = " (cannot be told apart)" if is_as_fast(best, winner) else ""
             yield kind, f"{_loss(best, winner)}: {best.title}{untold}"
 
 

@@ -41,8 +41,11 @@ MEMBERS = (
 )  # fmt: skip
 
 
-def program(args: argparse.Namespace) -> str:
-    """The JavaScript of the model with the models and GPUs to choose from. Raises Problem and Untranslatable."""
+def program(args: argparse.Namespace, gpus: int) -> str:
+    """The JavaScript of the model with the models and GPUs to choose from. gpus: how many are chosen at first.
+
+    Raises Problem and Untranslatable.
+    """
     made = Program(set(MEMBERS))
     for root in (*ROOTS, *RECORDS):
         made.name_of(root)
@@ -51,7 +54,7 @@ def program(args: argparse.Namespace) -> str:
     start = {
         "model": args.model or OWN_SETTINGS,
         "device": args.device or "h100",
-        "gpus": int((args.gpus or "8").split(",")[0]),
+        "gpus": gpus,
         "perNode": args.per_node,
         "link": args.link,
         "batch": args.global_batch or 512,
@@ -73,10 +76,10 @@ def _models(args: argparse.Namespace) -> dict[str, tuple[Any, ...]]:
     return found
 
 
-def text(args: argparse.Namespace) -> str:
-    """The whole page. Raises Problem and Untranslatable."""
+def text(args: argparse.Namespace, gpus: int) -> str:
+    """The whole page. gpus: how many are chosen at first. Raises Problem and Untranslatable."""
     page = (HERE / "page.html").read_text()
-    scripts = {"/* PROGRAM */": program(args), "/* PAGE */": (HERE / "page.js").read_text()}
+    scripts = {"/* PROGRAM */": program(args, gpus), "/* PAGE */": (HERE / "page.js").read_text()}
     for place, script in scripts.items():
         page = page.replace(place, script.replace("</", "<\\/"))
     return page

@@ -105,6 +105,13 @@ def test_the_page_is_one_small_file_that_asks_for_nothing(made_page: Path):
     assert set(re.findall(r"https?://[^\s\"'`]+", text)) == {"http://www.w3.org/2000/svg"}
 
 
+def test_numbers_of_gpus_that_are_none_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    for words in (["--gpus", "abc"], ["--gpus", "8,0", "--page", str(tmp_path / "page.html")], []):
+        assert program.main(["layouts", *words]) == 2
+        assert "--gpus must be numbers of GPUs, found '" in capsys.readouterr().err
+    assert not (tmp_path / "page.html").exists()
+
+
 def test_the_page_in_docs_is_todays(made_page: Path):
     """Otherwise: python -m t5bench layouts --page docs/layouts.html"""
     assert (REPO_ROOT / "docs/layouts.html").read_text() == made_page.read_text()
