@@ -69,7 +69,7 @@ the run's other settings."""
 
 
 def training_state(model: TrainedModel) -> tuple[TrainingState | None, str]:
-    """What the run needs to continue besides its weights; or why there is none."""
+    """What the run needs besides its weights to continue, or None and why not."""
     if model.record is None:
         return None, NO_RECORD
     try:
