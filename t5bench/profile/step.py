@@ -196,6 +196,8 @@ class Marks:
 
     def _label(self, operation: str, arguments: list[Any]) -> str:
         """The mark of a collective operation, with the bytes that a rank sends in a ring."""
+        if operation in timeline.SENDS + timeline.RECEIVES:
+            return self._message(operation, arguments)
         ranks: Sequence[int] = range(dist.get_world_size())
         sizes = [0]
         for argument in arguments:
@@ -207,15 +209,29 @@ class Marks:
             elif exchanged:
                 ranks = sorted({dist.get_rank(), *(exchange.peer for exchange in exchanged)})
                 sizes.append(sum(exchange.tensor.nbytes for exchange in exchanged if exchange.op is dist.isend))
-            elif operation in timeline.PAIRWISE and isinstance(argument, int):
-                ranks = sorted({dist.get_rank(), argument})
         size = max(sizes)
         if operation == "all_reduce":  # a reduce-scatter and an all-gather
             size *= 2
         if operation not in timeline.PAIRWISE:
             size = size * (len(ranks) - 1) // len(ranks)
+        return self._mark(operation, size, ranks, ",".join(map(str, ranks)))
+
+    def _message(self, operation: str, arguments: list[Any]) -> str:
+        """The mark of a message between two ranks: the messages of a process group from one to another have an order.
+
+        The bytes count where they arrive, because how long they travel is seen there: who sends may wait much later.
+        """
+        peer = next(argument for argument in arguments if isinstance(argument, int))
+        ranks = [dist.get_rank(), peer]
+        size = 0
+        if operation in timeline.RECEIVES:
+            ranks.reverse()
+            size = sum(argument.nbytes for argument in arguments if isinstance(argument, torch.Tensor))
+        groups = [argument.group_name for argument in arguments if isinstance(argument, dist.ProcessGroup)]
+        return self._mark(operation, size, ranks, " ".join([f"{ranks[0]} to {ranks[1]}", *groups]))
+
+    def _mark(self, operation: str, size: int, ranks: Sequence[int], group: str) -> str:
         axis = self._axis(ranks, operation)
-        group = ",".join(map(str, ranks))
         self.numbers[axis, group] += 1
         return f"{timeline.COLLECTIVE}{axis}|{operation}|{size}|{group}|{self.numbers[axis, group]}"
 

@@ -31,7 +31,9 @@ _NAMED |= {part: part for part in (profile.DATA, *_EVENTS)}
 # Marks of step.py: the iteration, and a collective operation "t5|axis|operation|bytes sent|ranks|number".
 ITERATION = "t5 iteration"
 COLLECTIVE = "t5|"
-PAIRWISE = ("send", "recv", "batch_isend_irecv")
+SENDS = ("send", "isend")
+RECEIVES = ("recv", "irecv")
+PAIRWISE = (*SENDS, *RECEIVES, "batch_isend_irecv")
 MOST_CELLS = 4_000_000
 MOST_EVENTS = 40_000
 MOST_STRETCHES = 400
