@@ -39,8 +39,8 @@ remove_python_switches() {
 }
 remove_python_switches
 [[ -z ${T5_REMOVED_ENVIRONMENT:-} ]] || export T5_REMOVED_ENVIRONMENT
-# The engines and the programs of this repository import its packages from here.
-[[ :${PYTHONPATH:-}: == *:"$REPO_ROOT":* ]] || export PYTHONPATH=$REPO_ROOT${PYTHONPATH:+:$PYTHONPATH}
+# The engines and the programs of this repository import its packages from here, not from another checkout.
+[[ ${PYTHONPATH:-}: == "$REPO_ROOT":* ]] || export PYTHONPATH=$REPO_ROOT${PYTHONPATH:+:$PYTHONPATH}
 
 # ---- messages ------------------------------------------------------------------------------------------------------
 

@@ -11,9 +11,13 @@ from typing import Any
 from t5bench import Problem
 from t5bench.record.plan import spelled
 from t5bench.record.records import Run
+from t5bench.record.settings import BY_NAME
 from t5bench.text import processes
 
 NOT_GIVEN = "not given"  # an engine argument
+NOT_SET = "not set"  # a variable of the environment
+# Variables that say where a run is and how it is called, not how it computes.
+PLACES = ("SLURM_", "WANDB_", "HF_", "CUDA_VISIBLE_DEVICES")
 ENGINE_ARGUMENTS = "engine_arguments"  # what --allow calls all of them
 
 
@@ -111,8 +115,30 @@ def refuse(runs: Sequence[Run], baseline: str, allowed: Collection[str]) -> None
         raise Problem(f"these runs cannot be compared: they differ in {', '.join(names)}", f"{found}\n{remedy}")
 
 
+def _variables(runs: Sequence[Run]) -> dict[str, dict[Any, list[Run]]]:
+    """The variables of the environment in which runs differ, beside settings: the runs by value.
+
+    What the launcher set counts, else what the nodes recorded. A variable that a run lacks is a difference.
+    """
+    names: set[str] = set()
+    for run in runs:
+        for node in run.nodes:
+            names.update(node.get("environment") or ())
+    names -= BY_NAME.keys()
+    names = {name for name in names if not name.startswith(PLACES)}
+
+    def of_run(run: Run) -> dict[str, str]:
+        values: dict[str, str] = {}
+        for name in sorted(names):
+            on_nodes = [(node.get("environment") or {}).get(name, NOT_SET) for node in run.nodes]
+            values[f"variable {name}"] = run.plan.environment.get(name) or " + ".join(sorted(set(on_nodes)))
+        return values
+
+    return differing(of_run, runs)
+
+
 def other_differences(runs: Sequence[Run]) -> list[str]:
-    """Other differences, one sentence each: further settings, versions, commits, patches, nodes."""
+    """Other differences, one sentence each: further settings, versions, commits, patches, nodes, variables."""
 
     def told(run: Run) -> dict[str, Any]:
         facts: dict[str, Any] = run.plan.with_role("told")
@@ -125,7 +151,8 @@ def other_differences(runs: Sequence[Run]) -> list[str]:
                     facts[f"{what} {name}"] = value
         return facts
 
-    notes = [_line(name, by_value) for name, by_value in differing(told, runs).items()]
+    different = differing(told, runs) | _variables(runs)
+    notes = [_line(name, by_value) for name, by_value in different.items()]
     uncommitted = [run for run in runs if run.record["commits"].get("repository_changed")]
     if uncommitted:
         notes.append(f"the repository had uncommitted changes: {_who(uncommitted)}")

@@ -238,9 +238,9 @@ def program(draft: Draft) -> list[str]:
 def environment(draft: Draft, choices: Choices) -> dict[str, str]:
     """What torchrun and the engine get besides the user's environment."""
     output_dir = Path(draft.value("OUTPUT_DIR"))
-    # The engines and the programs of this repository import its packages from here.
+    # The engines and the programs of this repository import its packages from here, not from another checkout.
     paths = [path for path in draft.environ.get("PYTHONPATH", "").split(":") if path]
-    if str(REPOSITORY) not in paths:
+    if paths[:1] != [str(REPOSITORY)]:
         paths.insert(0, str(REPOSITORY))
     if draft.value("ENGINE") == "megatron":
         paths.insert(0, draft.value("MEGATRON_DIR"))

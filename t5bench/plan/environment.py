@@ -18,12 +18,16 @@ class Rule:
 
     pattern: str
     """As in a shell: PET_*."""
-    action: Literal["remove", "refuse"]
+    action: Literal["remove", "refuse", "warn"]
+    """Those that it warns of pass: they slow a run, and its record names them."""
     reason: str
-    """What the variable would do, for the note or the refusal."""
+    """What the variable would do, or does, for the note or the refusal."""
+    harmless: tuple[str, ...] = ("", "0", "OFF", "STRICT")
+    """Values with which it does nothing, and is neither refused nor warned of."""
 
 
-# The first rule that matches counts. All other variables pass.
+# The first rule that matches counts. All other variables pass; a record names those of PyTorch, CUDA, NCCL and the like
+# (t5bench/record/machine.py), and a comparison tells where runs differ in them.
 RULES = (
     # torchrun takes a default for each of its options from PET_<NAME>.
     Rule("PET_*", "remove", "torchrun would take it as one of its options"),
@@ -55,6 +59,16 @@ RULES = (
     # What changes numbers without a trace in the record.
     Rule("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "refuse", "PyTorch would compute fp32 with fewer digits"),
     Rule("NVIDIA_TF32_OVERRIDE", "refuse", "CUDA would compute fp32 with fewer digits"),
+    Rule("ONEDNN_DEFAULT_FPMATH_MODE", "refuse", "CPUs would compute fp32 with fewer digits"),
+    Rule("DNNL_DEFAULT_FPMATH_MODE", "refuse", "CPUs would compute fp32 with fewer digits"),
+    # PyTorch would unpickle whatever a checkpoint names.
+    Rule("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "remove", "a checkpoint could run code"),
+    # For debugging: the run is right, and its times are not those of other runs.
+    Rule("CUDA_LAUNCH_BLOCKING", "warn", "each kernel waits for the one before"),
+    Rule("PYTORCH_NO_CUDA_MEMORY_CACHING", "warn", "each allocation waits for the GPU"),
+    Rule("PYTORCH_NO_HIP_MEMORY_CACHING", "warn", "each allocation waits for the GPU"),
+    Rule("TORCH_DISTRIBUTED_DEBUG", "warn", "ranks compare their collective operations before each"),
+    Rule("PYTORCH_JIT", "warn", "the engine's fused functions run one operator at a time", ("", "1")),
 )
 # Removed in every run, or the shell's own: a note would only distract.
 SILENT = ("T5_RUN_SECRET", "DS_ACCELERATOR", "T5_PROFILE", "BASHOPTS", "SHELLOPTS")
@@ -77,9 +91,13 @@ def child_environment(draft: Draft, added: Mapping[str, str]) -> tuple[dict[str,
         rule = rule_for(name) or (Rule(name, "remove", "Python would behave differently") if name in earlier else None)
         if not rule or name in added:
             continue
-        if rule.action == "refuse" and draft.environ.get(name) not in ("", "0", None):
-            problem = f"{name}='{draft.environ[name]}' is set: {rule.reason}"
-            draft.refuse("environment", problem, f"Unset it: unset {name}")
+        value = draft.environ.get(name, "")
+        does_nothing = value.upper() in rule.harmless
+        if rule.action == "warn":
+            if not does_nothing:
+                draft.notes.append(f"warning: {name}='{value}' slows the run: {rule.reason}")
+        elif rule.action == "refuse" and not does_nothing:
+            draft.refuse("environment", f"{name}='{value}' is set: {rule.reason}", f"Unset it: unset {name}")
         else:
             removed[name] = rule
     told = [f"{name} ({rule.reason})" for name, rule in removed.items() if name not in SILENT]

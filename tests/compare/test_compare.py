@@ -342,6 +342,7 @@ def test_other_differences_are_notes(tmp_path: Path):
     commits = {"repository": "3", "repository_changed": True}
     zero = make_run(tmp_path / "zero1", "zero1", versions={"torch": "2.13.0"}, commits=commits, settings={"LR": "0.1"})
     change(zero, cpu={"model": "another", "cores": 2})
+    change(zero, environment={"NCCL_P2P_DISABLE": "1", "SLURM_JOB_ID": "7", "MICRO_BATCH_SIZE": "9"})
     alone, *others = compare(ddp, zero).notes
     assert "these runs only" in alone and others == [
         "FLASH_ATTENTION: off (ddp); auto (zero1)",
@@ -349,6 +350,7 @@ def test_other_differences_are_notes(tmp_path: Path):
         "CPU: a CPU (ddp); another (zero1)",
         "version of torch: 2.4.0 (ddp); 2.13.0 (zero1)",
         f"commit of repository: {'1' * 40} (ddp); 3 (zero1)",
+        "variable NCCL_P2P_DISABLE: not set (ddp); 1 (zero1)",
         "the repository had uncommitted changes: zero1",
     ]
 

@@ -43,11 +43,48 @@ def test_a_run_does_not_get_what_would_change_it_and_the_record_names_it(project
     assert all(f"{name} (" in result.stderr for name in REMOVED)
 
 
-@pytest.mark.parametrize("name", ["NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"])
-def test_what_changes_numbers_is_refused(making, name: str):
-    made = making("ddp", **{name: "1"})
+NUMBERS = {
+    "NVIDIA_TF32_OVERRIDE": ("1", "0"),
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": ("1", "0"),
+    "ONEDNN_DEFAULT_FPMATH_MODE": ("BF16", "strict"),
+    "DNNL_DEFAULT_FPMATH_MODE": ("ANY", "STRICT"),
+}
+
+
+@pytest.mark.parametrize(("name", "values"), NUMBERS.items())
+def test_what_changes_numbers_is_refused(making, name: str, values: tuple[str, str]):
+    changes_numbers, does_nothing = values
+    made = making("ddp", **{name: changes_numbers})
     assert made.codes[-1] == "environment" and f"unset {name}" in made.said
-    assert "environment" not in making("ddp", **{name: "0"}).codes
+    assert "environment" not in making("ddp", **{name: does_nothing}).codes
+
+
+SLOW = {
+    "CUDA_LAUNCH_BLOCKING": ("1", "0"),
+    "TORCH_DISTRIBUTED_DEBUG": ("DETAIL", "OFF"),
+    "PYTORCH_NO_CUDA_MEMORY_CACHING": ("1", ""),
+    "PYTORCH_JIT": ("0", "1"),
+}
+
+
+@pytest.mark.parametrize(("name", "values"), SLOW.items())
+def test_what_slows_a_run_passes_with_a_warning(making, name: str, values: tuple[str, str]):
+    slows, does_nothing = values
+    made = making("ddp", **{name: slows})
+    assert f"warning: {name}='{slows}' slows the run" in "\n".join(made.plan.notes)
+    assert name not in made.plan.removed_environment
+    assert name not in "\n".join(making("ddp", **{name: does_nothing}).plan.notes)
+
+
+def test_packages_come_from_this_checkout(project: Project):
+    """PYTHONPATH may have another one first."""
+    other = project.root.parent / "other"
+    (other / "t5bench").mkdir(parents=True)
+    (other / "t5bench" / "__init__.py").write_text("raise SystemExit('another checkout')\n")
+    result = project.launch("ddp", PYTHONPATH=f"{other}:{project.root}:{project.environment.get('PYTHONPATH', '')}")
+    assert result.returncode == 0, result.stderr
+    paths = project.recorded_environment()["PYTHONPATH"].split(":")
+    assert paths.index(str(project.root)) < paths.index(str(other))
 
 
 @pytest.mark.parametrize(
