@@ -13,13 +13,13 @@ mapfile -t exported < <(declare -Fx)
 unset -f "${exported[@]#declare -fx }"
 unset exported
 shopt -u nullglob failglob dotglob nocaseglob nocasematch xpg_echo
-set +o noclobber +o noglob +o monitor +o posix
+set +o noclobber +o noglob +o monitor +o posix +o allexport +o keyword
 
 # A standard stream that is closed would become the next file that is opened.
 { : 3<&0; } 2>/dev/null || exec </dev/null
 { : 3>&1; } 2>/dev/null || exec >/dev/null
 { : 3>&2; } || exec 2>/dev/null
-unset CDPATH
+unset CDPATH FUNCNEST TMOUT GLOBIGNORE EXECIGNORE
 REPO_ROOT=$(cd -- "${BASH_SOURCE[0]%/*}/.." && pwd -P)
 PYTHON=${PYTHON:-python3}
 [[ $PYTHON != */* || $PYTHON == /* ]] || PYTHON=$PWD/$PYTHON
@@ -179,7 +179,16 @@ parse_arguments() {
 }
 
 require_python() {
+  local name variables=() said
   command -v "$PYTHON" >/dev/null || die "'$PYTHON' is not on PATH" "Activate the Python environment that has torch, or set PYTHON to its interpreter"
+  for name in "${!PYTHON@}"; do
+    [[ $name == PYTHON || $name == PYTHONPATH ]] || variables+=("$name")
+  done
+  # Of a value that it does not know, Python says so in its own words, or in fifty lines.
+  if ((${#variables[@]})) && ! said=$("$PYTHON" -S -c '' 2>&1); then
+    said=${said#*Fatal Python error: }
+    die "Python does not start in this environment: ${said%%$'\n'*}" "Correct or unset what is wrong of: ${variables[*]}"
+  fi
 }
 
 # python_module NAME ARGUMENT...: runs in the repository, because Python looks for modules in the current directory first,

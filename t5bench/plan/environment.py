@@ -36,6 +36,7 @@ RULES = (
     Rule("WANDB_RUN_ID", "remove", "every run would be the same W&B run"),
     Rule("WANDB_RESUME*", "remove", "W&B would continue another run"),
     Rule("WANDB_FORK_FROM", "remove", "W&B would continue another run"),
+    Rule("WANDB_SWEEP_ID", "remove", "W&B would count the run as one of a sweep of its own"),
     Rule("WANDB_SERVICE", "remove", "it belongs to another process"),
     Rule("WANDB_DISABLED", "remove", "WANDB_MODE says whether a run is logged"),
     # A Python that waits for commands at its end, prints on every import, drops assertions, or ends at a warning.
@@ -47,6 +48,12 @@ RULES = (
     Rule("PYTHONPROFILEIMPORTTIME", "remove", "Python would print on every import"),
     Rule("PYTHONDEVMODE", "remove", "it slows the run"),
     Rule("PYTHONTRACEMALLOC", "remove", "it slows the run"),
+    Rule(
+        "PYTHONMALLOC",
+        "warn",
+        "each allocation of Python is checked",
+        ("", "DEFAULT", "MALLOC", "PYMALLOC", "MIMALLOC"),
+    ),
     # Bash: options and code that a script inherits.
     Rule("BASHOPTS", "remove", "scripts would run with other options"),
     Rule("SHELLOPTS", "remove", "scripts would run with other options"),
@@ -68,6 +75,9 @@ RULES = (
     Rule("PYTORCH_NO_CUDA_MEMORY_CACHING", "warn", "each allocation waits for the GPU"),
     Rule("PYTORCH_NO_HIP_MEMORY_CACHING", "warn", "each allocation waits for the GPU"),
     Rule("TORCH_DISTRIBUTED_DEBUG", "warn", "ranks compare their collective operations before each"),
+    Rule("TORCH_NCCL_BLOCKING_WAIT", "warn", "the host waits for each collective operation"),
+    Rule("TORCHDYNAMO_DISABLE", "warn", "what is to be compiled runs one operator at a time"),
+    Rule("TORCH_COMPILE_DISABLE", "warn", "what is to be compiled runs one operator at a time"),
     Rule("PYTORCH_JIT", "warn", "the engine's fused functions run one operator at a time", ("", "1")),
 )
 # Removed in every run, or the shell's own: a note would only distract.
@@ -86,20 +96,20 @@ def child_environment(draft: Draft, added: Mapping[str, str]) -> tuple[dict[str,
     """What is added to the user's environment, and the names that are removed from it, which a note tells."""
     removed: dict[str, Rule] = {}
     # What scripts/common.sh has removed already, because it would change this program too.
-    earlier = draft.environ.get("T5_REMOVED_ENVIRONMENT", "").split()
+    earlier = [name for name in draft.environ.get("T5_REMOVED_ENVIRONMENT", "").split() if name.startswith("PYTHON")]
     for name in sorted({*draft.environ, *earlier}):
         rule = rule_for(name) or (Rule(name, "remove", "Python would behave differently") if name in earlier else None)
         if not rule or name in added:
             continue
         value = draft.environ.get(name, "")
-        does_nothing = value.upper() in rule.harmless
-        if rule.action == "warn":
-            if not does_nothing:
-                draft.notes.append(f"warning: {name}='{value}' slows the run: {rule.reason}")
-        elif rule.action == "refuse" and not does_nothing:
-            draft.refuse("environment", f"{name}='{value}' is set: {rule.reason}", f"Unset it: unset {name}")
-        else:
+        if rule.action == "remove":
             removed[name] = rule
+        elif value.upper() in rule.harmless:
+            continue
+        elif rule.action == "warn":
+            draft.notes.append(f"warning: {name}='{value}' slows the run: {rule.reason}")
+        else:
+            draft.refuse("environment", f"{name}='{value}' is set: {rule.reason}", f"Unset it: unset {name}")
     told = [f"{name} ({rule.reason})" for name, rule in removed.items() if name not in SILENT]
     if told:
         draft.notes.append(f"warning: not passed on to the run: {', '.join(told)}")

@@ -45,6 +45,24 @@ def imported(tree: ast.AST) -> Iterator[str]:
                 yield "native"
 
 
+# What it prints is read by a program here, which decodes it as JSON; its error goes through the reader's own door.
+READ_BY_A_PROGRAM = {"record/nvml.py"}
+# Its output is the engine's, which the recorder shows.
+STARTS_THE_ENGINE = {"run/worker.py"}
+
+
+def test_whatever_is_started_prints_through_the_door_for_text():
+    """A program that a shell or another program starts calls guard_streams before anything is printed."""
+    for path in (REPO_ROOT / "t5bench").rglob("*.py"):
+        text, name = path.read_text(), str(path.relative_to(REPO_ROOT / "t5bench"))
+        if re.search(r'^if __name__ == "__main__":', text, re.MULTILINE) or path.name == "__main__.py":
+            is_excepted = name in READ_BY_A_PROGRAM | STARTS_THE_ENGINE
+            assert ("guard_streams()" in text) != is_excepted, name
+        assert not re.search(r"sys\.(stdout|stderr)\.buffer|sys\.__std(out|err)__|os\.write\([12],", text) or name in {
+            "text.py"
+        }, f"{name} goes past the door of t5bench/text.py"
+
+
 def test_the_table_names_every_room():
     found = {path.name for path in (REPO_ROOT / "t5bench").iterdir() if (path / "__init__.py").exists()}
     assert ROOMS.keys() == found | {"native"}

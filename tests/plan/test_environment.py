@@ -18,6 +18,7 @@ REMOVED = {
     "TORCHELASTIC_RUN_ID": "another",
     "WANDB_RUN_ID": "abc",
     "WANDB_RESUME": "must",
+    "WANDB_SWEEP_ID": "abc",
     "WANDB_RESUME_FROM": "abc?_step=3",
     "PYTHONINSPECT": "1",
     "PYTHONOPTIMIZE": "2",
@@ -56,7 +57,8 @@ def test_what_changes_numbers_is_refused(making, name: str, values: tuple[str, s
     changes_numbers, does_nothing = values
     made = making("ddp", **{name: changes_numbers})
     assert made.codes[-1] == "environment" and f"unset {name}" in made.said
-    assert "environment" not in making("ddp", **{name: does_nothing}).codes
+    made = making("ddp", **{name: does_nothing})
+    assert "environment" not in made.codes and name not in made.plan.removed_environment
 
 
 SLOW = {
@@ -64,6 +66,8 @@ SLOW = {
     "TORCH_DISTRIBUTED_DEBUG": ("DETAIL", "OFF"),
     "PYTORCH_NO_CUDA_MEMORY_CACHING": ("1", ""),
     "PYTORCH_JIT": ("0", "1"),
+    "PYTHONMALLOC": ("debug", "pymalloc"),
+    "TORCHDYNAMO_DISABLE": ("1", "0"),
 }
 
 
@@ -96,6 +100,9 @@ def test_packages_come_from_this_checkout(project: Project):
         {"SHELLOPTS": "noglob"},
         {"SHELLOPTS": "monitor"},
         {"SHELLOPTS": "nounset:errexit"},
+        {"SHELLOPTS": "allexport:keyword:physical"},
+        {"FUNCNEST": "1", "TMOUT": "1", "GLOBIGNORE": "*", "EXECIGNORE": "*python*", "IFS": "_/"},
+        {"T5_REMOVED_ENVIRONMENT": "PATH HOME"},
         {"BASH_FUNC_cd%%": "() { echo mine; }"},
         {"BASH_FUNC_printf%%": "() { echo mine; }"},
         {"BASH_FUNC_read%%": "() { echo mine; }"},
@@ -109,6 +116,18 @@ def test_options_and_functions_of_the_users_shell_change_nothing(project: Projec
     result = project.launch("zero1", OUTPUT_DIR="run", **options)
     assert result.returncode == 0, result.stderr
     assert json.loads((project.root / "run" / "run.json").read_text())["status"] == "complete"
+
+
+@pytest.mark.parametrize(
+    "name_and_value",
+    ["PYTHONHASHSEED=abc", "PYTHONUTF8=x", "PYTHONIOENCODING=none", "PYTHONMALLOC=mine", "PYTHONHOME=/nowhere"],
+)
+def test_a_value_with_which_python_does_not_start_is_named(project: Project, name_and_value: str):
+    name, _, value = name_and_value.partition("=")
+    result = project.launch("ddp", **{name: value})
+    assert result.returncode == 2 and not (project.root / "outputs").exists()
+    assert result.stderr.startswith("error: Python does not start in this environment: ") and name in result.stderr
+    assert len(result.stderr.splitlines()) == 2, result.stderr
 
 
 def test_a_site_that_prints_when_python_starts(project: Project):
