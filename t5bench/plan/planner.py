@@ -14,6 +14,7 @@ from t5bench.model.layout import Layout
 from t5bench.plan import command, place, topology
 from t5bench.plan.draft import Draft
 from t5bench.plan.engine import SERIES, check_engine, check_locks, check_packages, effective_config, offload_device
+from t5bench.plan.engine_arguments import check_arguments
 from t5bench.plan.environment import child_environment
 from t5bench.plan.families import check_family
 from t5bench.plan.launchers import declared
@@ -189,6 +190,7 @@ def _check_software(
     if draft.value("ENGINE") == "megatron":
         directory = Path(draft.value("MEGATRON_DIR"))
         patches = check_engine(draft, directory, device, gpus_shared)
+        check_arguments(draft, directory)
         check_locks(draft, directory)
     ledger = check_packages(draft, ds_config, layout, device)
     if device == "cuda" and ds_config and offload_device(ds_config, "offload_optimizer") == "cpu":
