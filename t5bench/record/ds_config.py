@@ -109,7 +109,8 @@ FROM_SETTINGS: Options = {
 def check_strategy(config: Any, file: str) -> None:
     """A strategy's own file. Raises Problem.
 
-    file: its name. megatron_zero3.json that says stage 2 would train ZeRO-2 and be compared as ZeRO-3.
+    file: its name. megatron_zero3.json that says stage 2 would train ZeRO-2 and be compared as ZeRO-3, and one without
+    offload be compared as ZeRO-3 with it.
     """
     twice = sorted(FROM_SETTINGS.keys() & config.keys()) if isinstance(config, dict) else []
     if twice:
@@ -121,6 +122,10 @@ def check_strategy(config: Any, file: str) -> None:
     if named and int(named[1]) != stage:
         said = f'"stage" is {stage}, but the name of the file promises {named[1]}'
         raise Problem(f"{file}: {said}", f'Write "stage": {named[1]}, or give the strategy a file of another name')
+    parts = [config["zero_optimization"].get(name, {}) for name in ("offload_optimizer", "offload_param")]
+    if "offload" in Path(file).name and all(part.get("device") != "cpu" for part in parts):
+        said = "nothing is offloaded, but the name of the file promises it"
+        raise Problem(f"{file}: {said}", 'Add "offload_optimizer": {"device": "cpu"} to zero_optimization')
 
 
 def check_effective(config: Any, source: str) -> None:

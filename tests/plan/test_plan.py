@@ -387,6 +387,17 @@ def test_every_option_of_a_strategys_json_is_honoured_or_refused(making, monkeyp
         assert ("overlap_comm is true" in made.said) == name.startswith("hangs")
 
 
+def test_a_file_that_promises_offload_must_offload(making, monkeypatch, tmp_path: Path):
+    (tmp_path / "ds_configs").mkdir()
+    monkeypatch.setattr("t5bench.plan.engine.REPOSITORY", tmp_path)
+    file = tmp_path / "ds_configs" / "megatron_zero3_offload.json"
+    file.write_text(json.dumps({"zero_optimization": {"stage": 3, "offload_param": {"device": "none"}}}))
+    made = making("zero3_offload")
+    assert made.codes == ["ds-config"] and "nothing is offloaded" in made.said
+    file.write_text(json.dumps({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}))
+    assert making("zero3_offload").codes == []
+
+
 def test_the_options_exist_in_deepspeed():
     """By its source: importing it takes seconds."""
     config = Path(util.find_spec("deepspeed").origin).with_name("runtime") / "zero" / "config.py"
