@@ -214,7 +214,7 @@ class Cluster:
             self.kill(node, *self.foreign(node))
         while self._undo:
             self._undo.pop()()
-        wait_for(self._is_idle, 40)
+        wait_for(self._is_idle, 90)
 
     def _is_idle(self) -> bool:
         found = self.login("sinfo", "-h", "-N", "-t", "idle", "-o", "%N", check=False).stdout.split()

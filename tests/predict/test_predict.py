@@ -212,7 +212,9 @@ def test_four_thousand_gpus(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     words = ["layouts", "--gpus", "8,4096", "--device", "h100", "--link", 3200, "--picture", picture, "--json"]
     status, shown, _ = t5bench(capsys, *words)
     assert status == 0 and "<svg" in picture.read_text()
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_utime - before < 10  # both sizes, with the picture
+    assert (
+        resource.getrusage(resource.RUSAGE_SELF).ru_utime - before < 20
+    )  # both sizes, with the picture; 8 s when idle
     for candidates in json.loads(shown).values():
         fitting = [entry for entry in candidates if entry["seconds"] is not None]
         assert fitting == sorted(fitting, key=lambda entry: entry["seconds"])
