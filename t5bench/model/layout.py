@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from t5bench.model.flops import layer_multiply_adds, multiply_adds
+from t5bench.model.job import Architecture
+
 
 class Coordinates(NamedTuple):
     """A rank's place in the layout."""
@@ -51,6 +54,17 @@ def decoder_stage(encoder: Sequence[float], decoder: Sequence[float], stages: in
 
     fitting = range(max(1, stages - len(decoder)), min(stages - 1, len(encoder)) + 1)
     return min(fitting, key=lambda split: (busiest(split), abs(2 * split - stages)))
+
+
+def balanced_split(a: Architecture, stages: int) -> int:
+    """The decoder's first stage of the native engine's pipeline, whose stages are to take equally long.
+
+    A layer counts by its multiply-adds for a sample, and the last layer with the head.
+    """
+    encoder = [sum(layer_multiply_adds(a))] * a.encoder_layers
+    decoder = [sum(layer_multiply_adds(a, decoder=True))] * a.decoder_layers
+    decoder[-1] += multiply_adds(a)["head"]
+    return decoder_stage(encoder, decoder, stages)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Every collective of an iteration, and what a node's network interface counts of them.
 
 As the engines do it: Megatron-DeepSpeed at commit 4efb479d (optimizer/optimizer.py, core/tensor_parallel,
-core/pipeline_parallel), DeepSpeed 0.18.3 (runtime/zero), PyTorch 2.13 (distributed/fsdp/_fully_shard) and native/.
+core/pipeline_parallel), DeepSpeed 0.19.8 (runtime/zero), PyTorch 2.13 (distributed/fsdp/_fully_shard) and native/.
 """
 
 from collections import Counter
@@ -112,7 +112,12 @@ def _zero(job: Job, stage: int) -> Iterator[Row]:
     overlap = "each backward" if zero.overlap and zero.stage > 1 and not job.reduces_once else ""
     for elements, number in Counter(_zero_buckets(job, stage)).items():
         yield Row("gradients", "data", kind, times * number, gradients / count * elements, when, overlap)
-    yield Row("gradient norm", "data", "all-reduce", 2, 8 if zero.stage == 3 else 4, "optimizer")
+    # stage3.py adds up squares in fp64, but fp32 ones if the CPU has the optimizer.
+    norm = 8 if zero.stage == 3 and not zero.offload_optimizer else 4
+    yield Row("gradient norm", "data", "all-reduce", 2, norm, "optimizer")
+    # Is a gradient infinite? ZeRO-3 asks in fp16 alone; ZeRO-1 and 2 in bf16 too since 0.19.3 (check_grad_overflow).
+    if job.precision == "fp16" or (job.precision == "bf16" and zero.stage < 3):
+        yield Row("overflow", "data", "all-reduce", 1, 1, "optimizer")
     if zero.stage == 3:
         yield from _gathers(job, stage)
         return
@@ -185,9 +190,10 @@ def _zero_buckets(job: Job, stage: int) -> list[int]:
 def _gathers(job: Job, stage: int) -> Iterator[Row]:
     """ZeRO-3 (partitioned_param_coordinator.py): small tensors stay whole, and are gathered after each change.
 
-    The head uses the embedding, which makes it "external": DeepSpeed does not release it before the optimizer's step.
     The others are gathered for every micro-batch, once for forward and backward together if fewer elements than the
-    reuse distance lie between the two.
+    reuse distance lie between the two. The embedding's inputs are tokens, which have no gradient, so DeepSpeed's hook
+    after its backward pass does not run, and the embedding stays. Up to 0.19.2 it stayed until the optimizer's step;
+    since 0.19.3 it is released after each micro-batch (release_backward_leftovers, #8148).
     """
     zero = job.zero
     m = job.micro_batches
@@ -200,11 +206,13 @@ def _gathers(job: Job, stage: int) -> Iterator[Row]:
     for share, when in ((1.0, "each forward"), (gathered_again, "each backward")):
         fetch = share * large * job.element / fetches
         yield Row("parameters", "data", "all-gather", m * fetches, fetch, when, when)
-    yield Row("embedding", "data", "all-gather", 1, external * job.element, "first forward")
-    if job.engine not in ("native", "megatron"):  # other software may gather them together
+    if job.engine not in ("native", "megatron"):
+        # Other software, whose measurements are of older releases; it may gather small ones together.
         small = whole - large - external
+        yield Row("embedding", "data", "all-gather", 1, external * job.element, "first forward")
         yield Row("small parameters", "data", "all-gather", 1, small * job.element, "after the optimizer")
         return
+    yield Row("embedding", "data", "all-gather", m, external * job.element, "each forward")
     sizes = chain.from_iterable(tensors(job.architecture, job.parallel, stage).values())
     small_sizes = [size for size in sizes if size <= zero.persistence_threshold]
     for size, count in Counter(small_sizes).items():

@@ -1,9 +1,8 @@
 """Which device and how many processes a run takes, and how they divide the work."""
 
 from t5bench import Problem
-from t5bench.model.flops import layer_multiply_adds, multiply_adds
 from t5bench.model.job import Architecture, beyond_native
-from t5bench.model.layout import Layout, decoder_stage
+from t5bench.model.layout import Layout, balanced_split
 from t5bench.model.schedule import INTERLEAVED, ONE_F_ONE_B, interleaving_fault
 from t5bench.plan.draft import Draft
 from t5bench.plan.families import family_of
@@ -118,8 +117,7 @@ def _check_schedule(draft: Draft, layout: Layout) -> None:
 def _decoder_stage(draft: Draft, parts: int) -> int:
     """The first part of the model that has layers of the decoder; the parts are stages, or several in a stage.
 
-    Megatron-DeepSpeed's stacks get as many stages. The native engine's parts are to take equally long: a layer counts
-    by its multiply-adds for a sample, and the last layer with the head.
+    Megatron-DeepSpeed's stacks get as many stages, the native engine's are balanced.
     """
     if draft.value("ENGINE") != "native":
         return parts // 2
@@ -130,11 +128,7 @@ def _decoder_stage(draft: Draft, parts: int) -> int:
         "num_attention_heads": draft.value("NUM_ATTENTION_HEADS"),
         "ffn_hidden_size": draft.value("FFN_HIDDEN_SIZE"),
     }
-    a = Architecture.of_arguments(sizes, family.vocabulary)
-    encoder = [sum(layer_multiply_adds(a))] * a.encoder_layers
-    decoder = [sum(layer_multiply_adds(a, decoder=True))] * a.decoder_layers
-    decoder[-1] += multiply_adds(a)["head"]
-    return decoder_stage(encoder, decoder, parts)
+    return balanced_split(Architecture.of_arguments(sizes, family.vocabulary), parts)
 
 
 def _check_sizes(draft: Draft, tp: int, pp: int, parts: int) -> None:

@@ -16,9 +16,11 @@ from tabulate import tabulate
 from t5bench import Problem
 from t5bench.model import intervals
 from t5bench.model.job import Architecture, Job, Parallel, Zero, beyond_native
+from t5bench.model.layout import balanced_split
 from t5bench.model.machine import DEVICES, GIB, Machine
 from t5bench.model.prediction import Prediction, machine_of
 from t5bench.model.presets import PRESETS
+from t5bench.plan.families import FAMILIES
 from t5bench.plan.launchers import ALONE
 from t5bench.plan.planner import plan
 from t5bench.predict.command import add_machine, device_for, range_text, settings_of, vocabulary_of
@@ -100,8 +102,7 @@ class Candidate(Prediction):
         parallel = job.parallel
         is_fp16 = job.precision == "fp16"
         beyond = beyond_native(parallel.tensor, parallel.pipeline, job.zero.stage > 0, job.micro_batches, is_fp16)
-        needs_megatron = beyond or job.architecture.family == "gpt" or job.recompute != "none"
-        return "only ENGINE=megatron" if needs_megatron else ""
+        return "only ENGINE=megatron" if beyond else ""
 
     @cached_property
     def start(self) -> str:
@@ -227,19 +228,27 @@ def given(planned: Plan) -> dict[str, str]:
     }
 
 
-def layouts(model: Architecture, gpus: int, per_node: int, tensor: int | None) -> Iterator[Parallel]:
-    """Sizes that divide the GPUs, the heads, the FFN and the layers; half of the stages are an encoder's."""
+def layouts(model: Architecture, gpus: int, per_node: int, tensor: int | None, engine: str) -> Iterator[Parallel]:
+    """Sizes that divide the GPUs, the heads and the FFN, and stages that the engine can make of the layers."""
     tensor_sizes = [tensor] if tensor else [size for size in TENSOR_SIZES if size <= per_node]
     for tp in tensor_sizes:
         for pp in range(1, min(model.layers, gpus // tp) + 1):
             if gpus % (tp * pp) or model.heads % tp or model.ffn % tp:
                 continue
-            if _divides(model, pp):
-                yield Parallel(tp, pp, gpus // (tp * pp), devices_per_node=per_node)
+            if engine == "native" or _divides(model, pp):
+                split_rank = _split(model, pp) if engine == "native" else None
+                yield Parallel(tp, pp, gpus // (tp * pp), split_rank, devices_per_node=per_node)
+
+
+def _split(model: Architecture, pp: int) -> int | None:
+    """The decoder's first stage as the native engine's launchers choose it, before they know the data's vocabulary."""
+    if pp == 1 or not model.cross_attention:
+        return None
+    return balanced_split(replace(model, padded_vocabulary=FAMILIES[model.family].vocabulary), pp)
 
 
 def _divides(model: Architecture, pp: int) -> bool:
-    """Whether all stages of a stack have equally many layers."""
+    """Whether Megatron-DeepSpeed can make the stages: each stack gets half of them, with equally many layers."""
     if model.cross_attention and pp > 1:
         half, rest = divmod(pp, 2)
         return rest == 0 and model.encoder_layers % half == 0 and model.decoder_layers % half == 0
@@ -279,7 +288,7 @@ class Space:
 
     def jobs(self) -> Iterator[Job]:
         per_node = self.machine.devices_per_node
-        for parallel in layouts(self.job.architecture, self.gpus, per_node, self.tensor):
+        for parallel in layouts(self.job.architecture, self.gpus, per_node, self.tensor, self.job.engine):
             fitting = [size for size in MICRO_BATCHES if self.batch % (size * parallel.data) == 0]
             for micro_batch, zero, recompute in product(fitting, self._usable(parallel), RECOMPUTE):
                 yield replace(

@@ -69,7 +69,9 @@ def test_zero_that_reduces_once_sends_the_gradients_of_one_micro_batch(stage: in
         gradients = [row for row in traffic.rows(job) if row.what == "gradients"]
         predicted = sum(row.count * row.bytes for row in gradients)
         with multiprocessing.get_context("fork").Pool(1) as pool:
-            seen = pool.apply(execution.execute, (job, 1)).collectives
+            executed_step = pool.apply(execution.execute, (job, 1))
+        assert execution.differences(job, executed_step) == []  # nor in what is gathered
+        seen = executed_step.collectives
         large = [one for one in seen if one.kind == kind and one.bytes > 1000]  # not the norm
         sent[reduces_once] = sum(one.bytes * seen[one] for one in large)
         assert sent[reduces_once] == pytest.approx(predicted, rel=0.02)

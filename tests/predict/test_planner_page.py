@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 
@@ -17,7 +17,8 @@ from predict import random_jobs
 
 from t5bench import __main__ as program
 from t5bench.model.prediction import Prediction
-from t5bench.predict import page
+from t5bench.model.presets import PRESETS
+from t5bench.predict import layouts, page
 from t5bench.predict.javascript import RUNTIME, Program, Untranslatable, translate
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -79,6 +80,25 @@ def check_equality(count: int, tmp_path: Path) -> None:
 @needs_engine
 def test_the_translation_gives_what_python_gives(tmp_path: Path):
     check_equality(300, tmp_path)
+
+
+@needs_engine
+def test_the_translation_has_the_layouts_that_python_has(tmp_path: Path):
+    """Those of both engines, whose pipelines divide differently."""
+    models = [replace(PRESETS["t5-v1.1-large"], decoder_layers=12), PRESETS["gpt-1.5b"]]
+    questions = [(model, 24, 8, None, engine) for model in models for engine in ("megatron", "native")]
+    made = Program({"fields"})
+    name = made.name_of(layouts.layouts)
+    words = [f"[{', '.join(made.value(word, '') for word in question)}]" for question in questions]
+    sizes = "(layout) => [layout.tensor, layout.pipeline, layout.data, layout.split_rank]"
+    script = f"{RUNTIME.read_text()}{made.text()}const answers = [{', '.join(words)}]"
+    script += f".map((words) => [...{name}(...words)].map({sizes}));"
+    expected = [
+        [[one.tensor, one.pipeline, one.data, one.split_rank] for one in layouts.layouts(*question)]
+        for question in questions
+    ]
+    assert answers(script, tmp_path) == expected
+    assert [1, 3, 8, 2] in expected[1] and [1, 3, 8, None] in expected[3]
 
 
 @needs_engine

@@ -1,6 +1,7 @@
 """The commands predict, plan and layout, and what a dry run says."""
 
 import json
+import os
 import re
 import resource
 from dataclasses import replace
@@ -18,6 +19,8 @@ from t5bench.model.job import Architecture, Job, Parallel, Zero
 from t5bench.model.machine import DEVICES, Link, Machine
 from t5bench.model.parameters import parameters
 from t5bench.model.presets import PRESETS
+from t5bench.plan.launchers import ALONE
+from t5bench.plan.planner import plan
 from t5bench.predict.layouts import Candidate, losers
 from t5bench.record.records import load
 from t5bench.report.tables import columns
@@ -74,7 +77,7 @@ def test_bad_input_is_answered_with_a_problem(capsys: pytest.CaptureFixture[str]
 # GiB in use on the fullest GPU, seconds of an iteration, MB that both nodes send in one.
 COSTS = {
     "ddp": (12.733, 2.573, 4903.988), "zero1": (9.294, 2.261, 3677.991), "zero2": (8.723, 9.971, 20841.950),
-    "zero3": (8.557, 10.281, 20853.408), "zero3_offload": (3.989, 11.046, 20853.408),
+    "zero3": (8.557, 10.481, 21313.995), "zero3_offload": (3.989, 11.247, 21313.995),
     "pipeline": (7.742, 0.668, 300.941), "tensor": (6.877, 3.483, 5329.027), "hybrid": (4.331, 0.756, 338.690),
 }  # fmt: skip
 
@@ -220,6 +223,25 @@ def test_four_thousand_gpus(capsys: pytest.CaptureFixture[str], tmp_path: Path):
         assert fitting == sorted(fitting, key=lambda entry: entry["seconds"])
         for place, entry in enumerate(fitting):
             assert entry["pareto"] == all(faster["memory"] > entry["memory"] for faster in fitting[:place])
+
+
+def test_a_pipeline_is_split_as_the_launcher_splits_it(capsys: pytest.CaptureFixture[str], monkeypatch):
+    """The encoder has two thirds of the work, so of three stages it gets two, and of eight five."""
+    monkeypatch.setenv("ENGINE", "native")
+    options = "--gpus", "3,8", "--device", "h100", "--global-batch", 48, "--model", "large", "--json"
+    found = json.loads(t5bench(capsys, "layouts", *options)[1])
+    seen = {}
+    for gpus, candidates in found.items():
+        for candidate in candidates:
+            stages = candidate["parallel"]["pipeline"]
+            if candidate["kind"] != "PP" or stages in seen:
+                continue
+            environment, _, launcher = candidate["start"].partition(" bash scripts/run_megatron_t5_")
+            settings = dict(word.split("=") for word in environment.split())
+            launched = plan(os.environ | ALONE | settings, launcher.removesuffix(".sh"))
+            assert launched.layout.split_rank == candidate["parallel"]["split_rank"], (gpus, stages)
+            seen[stages] = launched.layout.split_rank
+    assert seen == {2: 1, 3: 2, 4: 2, 8: 5}
 
 
 @ENGINES
