@@ -272,6 +272,11 @@ def _whole_activations(job: Job, stage: int) -> Iterator[Row]:
     for name, _, length, blocks in stacks:
         yield row(f"{name} blocks", blocks * forwards, length, "each forward")
         yield row(f"{name} blocks", blocks, length * backwards, "each backward")
+    if job.recompute == "full" and job.partitions_inputs:
+        # DeepSpeed's runtime/activation_checkpointing/checkpointing.py, gather_partitioned_activations.
+        for name, layers, length, _ in stacks:
+            inputs = length * per_token
+            yield Row(f"{name} inputs", "tensor", "all-gather", m * layers, inputs, "each backward")
     if part.decoder_layers and a.cross_attention:
         # Every layer's keys and values come from the encoder's output; the native engine sums their gradients first.
         sums = 1 if job.engine == "native" else part.decoder_layers

@@ -12,7 +12,7 @@ from tabulate import tabulate
 from t5bench import Problem
 from t5bench.compare.comparable import gpu_names
 from t5bench.compare.rows import Row, make_row
-from t5bench.evidence import check, intervals
+from t5bench.evidence import check, intervals, tutorials
 from t5bench.model import schedule, time
 from t5bench.model.job import Job, padded
 from t5bench.model.machine import DEVICES, GIB, Device, device_of
@@ -39,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--check", type=Path, metavar="FILE", help="compare published measurements with the model")
     widths = "compute how far predictions may be off from published measurements, and judge it by others"
     parser.add_argument("--intervals", action="store_true", help=widths)
+    parser.add_argument("--published", action="store_true", help="print docs/published.md: two tutorials' figures")
     parser.add_argument("--schedule", action="store_true", help="draw when each stage of a pipeline computes")
     execute = "execute a step of the native engine without arithmetic and compare collectives and memory with the model"
     parser.add_argument("--execute", action="store_true", dest="executes", help=execute)
@@ -67,6 +68,9 @@ def run(args: argparse.Namespace) -> int:
         return check.run(args)
     if args.intervals:
         return intervals.run(args.json)
+    if args.published:
+        print(tutorials.page(), end="")
+        return 0
     if args.executes:
         jobs = [
             (plan.strategy.name, Job.of_plan(plan, vocabulary_of(plan, args.vocabulary)))
