@@ -66,6 +66,8 @@ die() {
   exit 2
 }
 
+[[ -d $REPO_ROOT/t5bench/plan ]] || die "$REPO_ROOT holds only a part of this repository: t5bench/ is missing" \
+  "Clone or copy the whole repository to this node; its scripts do not run alone"
 pwd -P >/dev/null 2>&1 || die "the current directory was removed" "Change to one that exists"
 
 # ---- signals -------------------------------------------------------------------------------------------------------

@@ -178,6 +178,7 @@ def make_project(tmp_path: Path) -> Project:
     (root / "megatron_data").mkdir()
     result = Project(root, stubs, engine)
     write_indexed_dataset(result.data_prefix, [[5, 6, 7, 1], [8, 9, 1]] * 10)
+    write_data_record(result.data_prefix)  # without it they count as copied without their tokenizer
     result.add_stub("torchrun", TORCHRUN_STUB)
     result.set_gpus(0)
     result.install("deepspeed", "0.19.8")

@@ -276,6 +276,7 @@ class Job:
     distributed_optimizer: bool = False  # Megatron's own
     precision: str = "bf16"
     recompute: str = "none"  # "selective" (attention's core) or "full" (each layer keeps its input)
+    partitions_inputs: bool = False  # of full recomputation: each tensor-parallel rank keeps a slice of them
     attention: str = "unfused"  # "fused" (one kernel, PyTorch's or Transformer Engine's) or "flash"
     causal_attention: str = ""  # the same in the decoder's self-attention, which attends to earlier tokens alone
     dropout: float = 0.1

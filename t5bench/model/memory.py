@@ -359,7 +359,8 @@ def layer_bytes(job: Job, decoder: bool = False) -> float:
     tokens = job.tokens(decoder)
     if job.recompute == "full":
         width = job.software.stream or job.element
-        return tokens * job.architecture.hidden * width / job.parallel.sequence
+        divided = job.parallel.tensor if job.partitions_inputs else job.parallel.sequence
+        return tokens * job.architecture.hidden * width / divided
     attentions = 0.0
     for place, (length, kernel) in enumerate(job.attentions(decoder)):
         attentions += _attention(job, decoder, is_cross=place > 0, length=length, kernel=kernel)
@@ -492,7 +493,8 @@ def _recomputed_layer(job: Job, part: Stage) -> float:
     for is_decoder, layers in ((False, part.encoder_layers), (True, part.decoder_layers)):
         if layers:
             kept = 0 if job.recompute == "full" else layer_bytes(job, is_decoder)
-            largest = max(largest, layer_bytes(not_recomputed, is_decoder) - kept)
+            gathered = job.tokens(is_decoder) * job.architecture.hidden * job.element if job.partitions_inputs else 0
+            largest = max(largest, layer_bytes(not_recomputed, is_decoder) - kept + gathered)
     return largest
 
 

@@ -48,21 +48,35 @@ def t5_v1_1(layers: int, hidden: int, heads: int, ffn: int, head_size: int = 64)
     )
 
 
-# T5 v1.1's and UL2's dimensions: their published configurations, google/t5-v1_1-* and google/ul2.
-# T5-11B: https://arxiv.org/abs/1910.10683, section 3.7: one FFN matrix without a gate, ReLU, tied embeddings.
+_ZERO = "ZeRO, https://arxiv.org/abs/1910.02054, appendix"
+_T5_V1_1 = "the published configuration of google/t5-v1_1-*"
 PRESETS = {
     "t5-v1.1-small": t5_v1_1(8, 512, 6, 1024),
     "t5-v1.1-base": t5_v1_1(12, 768, 12, 2048),
     "t5-v1.1-large": t5_v1_1(24, 1024, 16, 2816),
     "t5-v1.1-xl": t5_v1_1(24, 2048, 32, 5120),
     "t5-v1.1-xxl": t5_v1_1(24, 4096, 64, 10240),
+    # One FFN matrix without a gate, ReLU, tied embeddings.
     "t5-11b": replace(t5_v1_1(24, 1024, 128, 65536, head_size=128), gated=False, activation="relu", tied=True),
     "ul2-20b": replace(t5_v1_1(32, 4096, 16, 16384, head_size=256), activation="silu"),
-    "gpt-1.5b": gpt(48, 1600, 25, 1024),  # GPT-2 XL
-    "gpt-8.3b": gpt(72, 3072, 24, 1024),  # Megatron-LM, https://arxiv.org/abs/1909.08053
-    "gpt-13b": gpt(40, 5120, 40, 2048),  # GPT-3 13B, whose paper rounds 40 heads of 128 to 5140
-    "gpt-17b": gpt(78, 4256, 28, 1024),  # Turing-NLG
-    "gpt-100b": gpt(125, 8192, 64, 1024),  # ZeRO, https://arxiv.org/abs/1910.02054, appendix
-    "gpt-170b": gpt(212, 8192, 64, 1024),  # the same
-    "gpt-175b": gpt(96, 12288, 96, 2048),  # GPT-3, https://arxiv.org/abs/2005.14165, table 2.1
+    "gpt-1.5b": gpt(48, 1600, 25, 1024),
+    "gpt-8.3b": gpt(72, 3072, 24, 1024),
+    "gpt-13b": gpt(40, 5120, 40, 2048),  # the paper rounds 40 heads of 128 to 5140
+    "gpt-17b": gpt(78, 4256, 28, 1024),
+    "gpt-100b": gpt(125, 8192, 64, 1024),
+    "gpt-170b": gpt(212, 8192, 64, 1024),
+    "gpt-175b": gpt(96, 12288, 96, 2048),
+}
+# Where each preset's dimensions are published.
+SOURCES = {
+    **dict.fromkeys(("t5-v1.1-small", "t5-v1.1-base", "t5-v1.1-large", "t5-v1.1-xl", "t5-v1.1-xxl"), _T5_V1_1),
+    "t5-11b": "T5, https://arxiv.org/abs/1910.10683, section 3.7",
+    "ul2-20b": "the published configuration of google/ul2",
+    "gpt-1.5b": "GPT-2, the published configuration of openai-community/gpt2-xl",
+    "gpt-8.3b": "Megatron-LM, https://arxiv.org/abs/1909.08053, table 2",
+    "gpt-13b": "GPT-3, https://arxiv.org/abs/2005.14165, table 2.1",
+    "gpt-17b": "Turing-NLG, https://www.microsoft.com/en-us/research/blog/turing-nlg-a-17-billion-parameter-language-model-by-microsoft/",
+    "gpt-100b": f"{_ZERO}; microsoft/DeepSpeedExamples, Megatron-LM/scripts/ds_zero2_pretrain_gpt2_model_parallel.sh",
+    "gpt-170b": _ZERO,
+    "gpt-175b": "GPT-3, https://arxiv.org/abs/2005.14165, table 2.1",
 }

@@ -116,7 +116,9 @@ def _zero(job: Job, stage: int) -> Iterator[Row]:
     norm = 8 if zero.stage == 3 and not zero.offload_optimizer else 4
     yield Row("gradient norm", "data", "all-reduce", 2, norm, "optimizer")
     # Is a gradient infinite? ZeRO-3 asks in fp16 alone; ZeRO-1 and 2 in bf16 too since 0.19.3 (check_grad_overflow).
-    if job.precision == "fp16" or (job.precision == "bf16" and zero.stage < 3):
+    # Other software's measurements are of older releases.
+    asks_in_bf16 = zero.stage < 3 and job.engine in ("native", "megatron")
+    if job.precision == "fp16" or (job.precision == "bf16" and asks_in_bf16):
         yield Row("overflow", "data", "all-reduce", 1, 1, "optimizer")
     if zero.stage == 3:
         yield from _gathers(job, stage)
@@ -280,6 +282,11 @@ def _whole_activations(job: Job, stage: int) -> Iterator[Row]:
     for name, _, length, blocks in stacks:
         yield row(f"{name} blocks", blocks * forwards, length, "each forward")
         yield row(f"{name} blocks", blocks, length * backwards, "each backward")
+    if job.recompute == "full" and job.partitions_inputs:
+        # DeepSpeed's runtime/activation_checkpointing/checkpointing.py, gather_partitioned_activations.
+        for name, layers, length, _ in stacks:
+            inputs = length * per_token
+            yield Row(f"{name} inputs", "tensor", "all-gather", m * layers, inputs, "each backward")
     if part.decoder_layers and a.cross_attention:
         # Every layer's keys and values come from the encoder's output; the native engine sums their gradients first.
         sums = 1 if job.engine == "native" else part.decoder_layers

@@ -85,7 +85,13 @@ def _check_tokenizer(draft: Draft, prefix: str, tokenizer: str) -> None:
     name = record.get("tokenizer")
     made = f"the data in {file.parent} were made with the tokenizer {name}, checksum {recorded}"
     directory = Path(tokenizer) if _exists(Path(tokenizer)) else cached_tokenizer(tokenizer)
-    if not recorded:
+    if not record and not directory and not draft.value("TOKENIZER_MODEL"):
+        # torchrun would start, and every process ask the hub for a tokenizer that may be another one.
+        alone = f"{prefix}.bin and .idx are here without {file.name} and tokenizer/, which were prepared with them"
+        copy = "Copy these from the node that prepared the data, too (README, step 7)"
+        remedy = f"{copy}. If there are none, name the data's tokenizer: TOKENIZER_MODEL={tokenizer}, for example"
+        draft.lack("tokenizer", alone, remedy)
+    elif not recorded:
         unknown = f"warning: {file} does not record the checksum of the data's tokenizer"
         draft.notes.append(f"{unknown}, so {tokenizer} cannot be compared with it. To compare them, {again}")
     elif not describes(record, prefix):
@@ -168,23 +174,46 @@ def check_output_directory(plan: Plan) -> list[Problem]:
         return [Problem(problem.found, problem.remedy, "running", fatal=False)]
     if plan.value("RESUME") == "1":
         return []
-    obstacles = []
     if _holds_a_finished_run(directory):
-        found = f"{directory} already holds a finished run, which is never overwritten"
-        kept = directory.with_name(f"{directory.name}-finished")
-        remedy = "Choose another OUTPUT_DIR, or delete this directory"
-        if not kept.exists():
-            move = f"mv {shlex.quote(str(directory))} {shlex.quote(str(kept))}"
-            remedy = f"To keep it under another name: {move}. {remedy}"
-        obstacles.append(Problem(found, remedy, "finished-run", fatal=False))
+        return [_finished_run(plan, directory)]
     checkpoints = [_CHECKPOINT.fullmatch(path.name) for path in (directory / "checkpoints").glob("*")]
     newest = max((int(match[1]) for match in checkpoints if match), default=0)
     if newest:
         found = f"{directory} holds checkpoints of an earlier run (up to iteration {newest})"
         remedy = "Choose another OUTPUT_DIR, continue the run with RESUME=1, or delete the directory"
         told = f"{found}, which are never overwritten"
-        obstacles.append(Problem(told, remedy, "earlier-checkpoints", fatal=False))
-    return obstacles
+        return [Problem(told, remedy, "earlier-checkpoints", fatal=False)]
+    return []
+
+
+def _finished_run(plan: Plan, directory: Path) -> Problem:
+    """The one command after which this run can start, and that keeps the finished one."""
+    found = f"{directory} already holds a finished run, which is never overwritten"
+    iterations = _iterations_of(directory)
+    name = f"{directory.name}-{iterations}-iterations" if iterations else f"{directory.name}-finished"
+    kept = directory.with_name(name)
+    number = 1
+    while kept.exists():
+        number += 1
+        kept = directory.with_name(f"{name}-{number}")
+    move = f"mv {shlex.quote(str(directory))} {shlex.quote(str(kept))}"
+    which = "that run"
+    if iterations and iterations != plan.value("TRAIN_ITERS"):
+        which = f"that run of {iterations} iterations and start this one of {plan.value('TRAIN_ITERS')}"
+    remedy = f"To keep {which}: {move}, on every node that has it; then this again. Or choose another OUTPUT_DIR"
+    return Problem(found, remedy, "finished-run", fatal=False)
+
+
+def _iterations_of(directory: Path) -> str:
+    """TRAIN_ITERS of the run in a directory; "" where no readable record says it."""
+    from t5bench.record.reader import read_part  # it needs packages
+
+    for part in sorted(directory.glob("node*.json")):
+        with contextlib.suppress(RecordError, ValueError):
+            iterations = Plan.read(read_part(part)["plan"]).value("TRAIN_ITERS", "")
+            if re.fullmatch("[1-9][0-9]{0,8}", iterations):
+                return iterations
+    return ""
 
 
 def _fault_of_path(directory: Path) -> str:

@@ -12,10 +12,11 @@ from tabulate import tabulate
 from t5bench import Problem
 from t5bench.compare.comparable import gpu_names
 from t5bench.compare.rows import Row, make_row
-from t5bench.evidence import check, intervals
+from t5bench.evidence import check, intervals, tutorials
 from t5bench.model import schedule, time
 from t5bench.model.job import Job, padded
 from t5bench.model.machine import DEVICES, GIB, Device, device_of
+from t5bench.model.memory import activation_bytes, in_flight
 from t5bench.model.prediction import Prediction
 from t5bench.model.presets import PRESETS
 from t5bench.model.time import CPU
@@ -39,7 +40,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--check", type=Path, metavar="FILE", help="compare published measurements with the model")
     widths = "compute how far predictions may be off from published measurements, and judge it by others"
     parser.add_argument("--intervals", action="store_true", help=widths)
-    parser.add_argument("--schedule", action="store_true", help="draw when each stage of a pipeline computes")
+    parser.add_argument("--published", action="store_true", help="print docs/published.md: two tutorials' figures")
+    parser.add_argument(
+        "--schedule", action="store_true", help="draw when pipeline stages compute, beside GPipe's cost"
+    )
     execute = "execute a step of the native engine without arithmetic and compare collectives and memory with the model"
     parser.add_argument("--execute", action="store_true", dest="executes", help=execute)
     gpus = "with --execute: this many GPUs"
@@ -67,6 +71,9 @@ def run(args: argparse.Namespace) -> int:
         return check.run(args)
     if args.intervals:
         return intervals.run(args.json)
+    if args.published:
+        print(tutorials.page(), end="")
+        return 0
     if args.executes:
         jobs = [
             (plan.strategy.name, Job.of_plan(plan, vocabulary_of(plan, args.vocabulary)))
@@ -126,7 +133,34 @@ def show_schedule(prediction: Prediction) -> None:
         kind=job.parallel.schedule,
     )
     drawing = schedule.draw(slots)
-    print(f"\n{prediction.name}\n{drawing}")
+    print(f"\n{prediction.name}\n{drawing}\n")
+    print(tabulate(schedules_beside(prediction), headers="keys", floatfmt=".4g"))
+
+
+def schedules_beside(prediction: Prediction) -> list[dict[str, str | float]]:
+    """What the job's own schedule, 1F1B and GPipe differ in, a row each: idle time, and what stages keep meanwhile."""
+    chosen = prediction.job.parallel
+    rows: list[dict[str, str | float]] = []
+    for kind in dict.fromkeys((chosen.schedule, schedule.ONE_F_ONE_B, schedule.GPIPE)):
+        sizes: dict[str, int | None] = {}
+        if kind != chosen.schedule and chosen.virtual_stages > 1:
+            sizes = {"virtual_stages": 1, "split_rank": None}  # the decoder's first part is counted in chunks
+        other = replace(prediction, job=prediction.job.on(schedule=kind, **sizes))
+        job = other.job
+        kept = [sum(activation_bytes(job, stage).values()) for stage in range(job.parallel.pipeline)]
+        rows.append(
+            {
+                "schedule": f"{kind} (chosen)" if kind == chosen.schedule else kind,
+                "idle": f"{other.bubble or 0:.1%}",
+                "s/iteration": other.time.total if other.time else "",
+                "TFLOP/s": other.tflops or "",
+                "MFU": "" if other.mfu is None else f"{other.mfu:.1%}",
+                "micro-batches on stage 0": in_flight(job, 0) / job.parallel.virtual_stages,
+                "GiB of activations": max(kept) / GIB,
+                "GiB in all": other.memory_bytes / GIB,
+            }
+        )
+    return rows
 
 
 def predicted(

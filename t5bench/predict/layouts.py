@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from t5bench import Problem
+from t5bench import Problem, note
 from t5bench.model import intervals
 from t5bench.model.job import Architecture, Job, Parallel, Zero, beyond_native
 from t5bench.model.layout import balanced_split
@@ -26,6 +26,7 @@ from t5bench.plan.planner import plan
 from t5bench.predict.command import add_machine, device_for, range_text, settings_of, vocabulary_of
 from t5bench.predict.ranks import at_least
 from t5bench.record.plan import ROLES, Plan
+from t5bench.record.settings import BY_NAME, Whole
 
 TENSOR_SIZES = (1, 2, 4, 8)  # beyond a node the all-reduces of every layer cross the network
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
@@ -48,6 +49,8 @@ STRATEGIES = {
     "PP x ZeRO-1": "3d",
     "TP x PP x ZeRO-1": "3d",
 }
+# Settings that choose among the layouts; DDP's plan would refuse them.
+LAYOUT_SETTINGS = ("TENSOR_PARALLEL_SIZE", "PIPELINE_PARALLEL_SIZE")
 ZERO = ("zero1", "zero2", "zero3", "zero3_offload")
 
 
@@ -146,8 +149,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpus", help="numbers of GPUs, separated by commas: 8,64,512,4096")
     add_machine(parser)
     parser.add_argument("--per-node", type=whole, default=8, help="GPUs of a node (default: %(default)s)")
-    parser.add_argument("--global-batch", type=whole, help="samples (default: 512, or as many as GPUs)")
-    parser.add_argument("--tp", type=whole, help="only this tensor-parallel size (default: 1, 2, 4 and 8)")
+    batch = "samples of an iteration (default: GLOBAL_BATCH_SIZE, as predict's, or as many as GPUs)"
+    parser.add_argument("--global-batch", type=whole, help=batch)
+    tensor = "only this tensor-parallel size (default: TENSOR_PARALLEL_SIZE or TP_SIZE, else 1, 2, 4 and 8)"
+    parser.add_argument("--tp", type=whole, help=tensor)
+    pipeline = "only this number of pipeline stages (default: PIPELINE_PARALLEL_SIZE or PP_SIZE, else all that divide)"
+    parser.add_argument("--pp", type=whole, help=pipeline)
     parser.add_argument("--top", type=whole, default=8, help="rows of the first table (default: %(default)s)")
     parser.add_argument("--picture", type=Path, help="memory against time, as .svg, .png or .pdf")
     page = "write the planner as a page that works offline (default: layouts.html); the other options choose its start"
@@ -176,6 +183,9 @@ def run(args: argparse.Namespace) -> int:
     if not args.device:
         raise Problem("--device is missing", f"Choose from: {' '.join(DEVICES)}")
     device = device_for(None, args.device)
+    tensor = args.tp or asked_size("TENSOR_PARALLEL_SIZE", "TP_SIZE")
+    pipeline = args.pp or asked_size("PIPELINE_PARALLEL_SIZE", "PP_SIZE")
+    batch = args.global_batch or default_batch()
     ddp, *zeros = plans_of_one_gpu(args)
     job = Job.of_plan(ddp, vocabulary_of(ddp, args.vocabulary))
     is_preset = args.model in PRESETS
@@ -191,8 +201,9 @@ def run(args: argparse.Namespace) -> int:
             zeros=[Zero.of_config(each.ds_config) for each in zeros],
             gpus=size,
             machine=machine_of(device, args.link, per_node, args.latency * 1e-6),
-            batch=args.global_batch or max(512, size),
-            tensor=args.tp,
+            batch=args.global_batch or max(batch, size),
+            tensor=tensor,
+            pipeline=pipeline,
             given=given(ddp),
             is_launchable=not is_preset,
         )
@@ -207,10 +218,39 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def default_batch() -> int:
+    """The samples of an iteration that the launchers' setting asks for. Raises Problem."""
+    return whole_setting("GLOBAL_BATCH_SIZE") or int(BY_NAME["GLOBAL_BATCH_SIZE"].default)
+
+
+def whole_setting(name: str) -> int | None:
+    """A setting in the environment. Raises Problem if it is not a whole number of at least 1."""
+    value = os.environ.get(name, "")
+    fault = Whole(1).fault(name, value) if value else None
+    if fault:
+        raise Problem(*fault)
+    return int(value) if value else None
+
+
+def asked_size(name: str, short_name: str) -> int | None:
+    """The only parallel size to try, from the setting or from its name in other projects' scripts; None to try all.
+
+    Raises Problem.
+    """
+    for asked in (name, short_name):
+        size = whole_setting(asked)
+        if size:
+            note(f"{asked}={size}: only such layouts are ranked; unset it to rank all")
+            return size
+    return None
+
+
 def plans_of_one_gpu(args: argparse.Namespace) -> list[Plan]:
     """The launchers' settings, and those of a preset by its name, as plans of DDP and ZERO for one GPU."""
     one = {"NPROC_PER_NODE": "1", "GLOBAL_BATCH_SIZE": "1", "MICRO_BATCH_SIZE": "1"}
     settings = os.environ | ALONE | one | settings_of(args.model)
+    for name in LAYOUT_SETTINGS:
+        settings.pop(name, None)
     plans = [plan(settings, strategy) for strategy in ("ddp", *ZERO)]
     for planned in plans:
         if planned.layout is None or (planned.strategy.ds_config and not planned.ds_config):
@@ -228,11 +268,16 @@ def given(planned: Plan) -> dict[str, str]:
     }
 
 
-def layouts(model: Architecture, gpus: int, per_node: int, tensor: int | None, engine: str) -> Iterator[Parallel]:
-    """Sizes that divide the GPUs, the heads and the FFN, and stages that the engine can make of the layers."""
+def layouts(
+    model: Architecture, gpus: int, per_node: int, tensor: int | None, engine: str, pipeline: int | None = None
+) -> Iterator[Parallel]:
+    """Sizes that divide the GPUs, the heads and the FFN, and stages that the engine can make of the layers.
+
+    tensor, pipeline: the only sizes to try.
+    """
     tensor_sizes = [tensor] if tensor else [size for size in TENSOR_SIZES if size <= per_node]
     for tp in tensor_sizes:
-        for pp in range(1, min(model.layers, gpus // tp) + 1):
+        for pp in [pipeline] if pipeline else range(1, min(model.layers, gpus // tp) + 1):
             if gpus % (tp * pp) or model.heads % tp or model.ffn % tp:
                 continue
             if engine == "native" or _divides(model, pp):
@@ -273,6 +318,8 @@ class Space:
     """The settings that a run must have, too."""
     is_launchable: bool = True
     """Whether the launchers' settings can describe the model."""
+    pipeline: int | None = None
+    """The only number of pipeline stages to try."""
 
     def _usable(self, parallel: Parallel) -> list[Zero]:
         """DDP, and the stages of ZeRO that go with a layout."""
@@ -288,7 +335,8 @@ class Space:
 
     def jobs(self) -> Iterator[Job]:
         per_node = self.machine.devices_per_node
-        for parallel in layouts(self.job.architecture, self.gpus, per_node, self.tensor, self.job.engine):
+        job = self.job
+        for parallel in layouts(job.architecture, self.gpus, per_node, self.tensor, job.engine, self.pipeline):
             fitting = [size for size in MICRO_BATCHES if self.batch % (size * parallel.data) == 0]
             for micro_batch, zero, recompute in product(fitting, self._usable(parallel), RECOMPUTE):
                 yield replace(
@@ -310,6 +358,7 @@ class Space:
         if not candidates:
             model = self.job.architecture
             asked = f" with TP={self.tensor}" if self.tensor else ""
+            asked += f" with PP={self.pipeline}" if self.pipeline else ""
             found = f"no layout of {self.gpus} GPUs{asked} divides the model and a global batch of {self.batch}"
             sizes = f"TP must divide the GPUs, {model.heads} heads and {model.ffn} FFN columns"
             raise Problem(found, f"{sizes}, the data-parallel size the batch (--global-batch)")
@@ -378,7 +427,7 @@ def show(gpus: int, candidates: Sequence[Candidate], args: argparse.Namespace) -
             "90 %": range_text(candidate.seconds_interval),
             "samples/s": batch / candidate.seconds,
             "TFLOP/s": candidate.tflops,
-            "MFU": "" if candidate.mfu is None else f"{candidate.mfu:.1%}",
+            "MFU": mfu_text(candidate),
             "GiB": candidate.memory_bytes / GIB,
             "limited by": candidate.limit,
             "front": "*" if candidate in front else "",
@@ -389,8 +438,17 @@ def show(gpus: int, candidates: Sequence[Candidate], args: argparse.Namespace) -
     print(tabulate(rows, headers="keys", floatfmt=".4g"))
     print(f"\n{not_told_apart(candidates)}")
     print("\nPareto front of memory and time:")
-    for candidate in front:
-        print(f"  {candidate.memory_bytes / GIB:6.2f} GiB  {candidate.seconds:8.4g} s  {candidate.title}")
+    frontier = [
+        {
+            "GiB": candidate.memory_bytes / GIB,
+            "s/iteration": candidate.seconds,
+            "TFLOP/s": candidate.tflops,
+            "MFU": mfu_text(candidate),
+            "layout": candidate.title,
+        }
+        for candidate in front
+    ]
+    print(tabulate(frontier, headers="keys", floatfmt=".4g"))
     print("\nWhy not the others (the best of each):")
     for kind, reason in losers(candidates):
         print(f"  {kind:<16} {reason}")
@@ -398,6 +456,11 @@ def show(gpus: int, candidates: Sequence[Candidate], args: argparse.Namespace) -
     if startable:
         fastest = startable[0]
         print(f"\nThe fastest that this harness can start, {fastest.title}:\n  {fastest.start}\n")
+
+
+def mfu_text(candidate: Candidate) -> str:
+    """ "" where the GPU's peak in this precision is unknown."""
+    return "" if candidate.mfu is None else f"{candidate.mfu:.1%}"
 
 
 def not_told_apart(candidates: Sequence[Candidate]) -> str:

@@ -116,7 +116,7 @@ function show() {
   element("verdict").textContent = `${wanted.gpus} x ${wanted.device}: of ${candidates.length} layouts ${fitting.length} fit. `
     + `The fastest is ${best.title}: ${short(best.seconds)} s an iteration.`;
   element("ranking-note").textContent = `${predict$layouts$not_told_apart(candidates)} ` + "* on the Pareto front: no other is better in both memory and time. Choose a row to see more of it.";
-  const heads = ["layout", "s/iteration", "90 %", "samples/s", "MFU", "GiB", "limited by", "front", "can run"];
+  const heads = ["layout", "s/iteration", "90 %", "samples/s", "TFLOP/s", "MFU", "GiB", "limited by", "front", "can run"];
   const rows = fitting.slice(0, TOP);
   const startable = fitting.find((candidate) => candidate.start);
   if (startable && !rows.includes(startable)) rows.push(startable);
@@ -126,7 +126,7 @@ function show() {
     radio.addEventListener("change", () => showOne(candidate));
     return [
       make("label", { for: `layout${place}` }, radio, " ", candidate.title), short(candidate.seconds), range(candidate.seconds_interval, 1),
-      short(wanted.batch / candidate.seconds), candidate.mfu === null ? "" : py.format(candidate.mfu, ".1%"),
+      short(wanted.batch / candidate.seconds), short(candidate.tflops), candidate.mfu === null ? "" : py.format(candidate.mfu, ".1%"),
       short(candidate.memory_bytes / GIB), candidate.limit, front.has(candidate) ? "*" : "", candidate.missing || "yes",
     ];
   }));

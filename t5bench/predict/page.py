@@ -37,7 +37,7 @@ RECORDS = (Architecture, FullySharded, Job, Machine, Parallel, Row, Software, Ze
 # What page.js reads of them, besides fields.
 MEMBERS = (
     "components", "fits", "kind", "limit", "memory", "memory_bytes", "memory_interval", "mfu", "missing", "node_bytes",
-    "parts", "peak", "ranked", "seconds", "seconds_interval", "start", "time", "title", "total",
+    "parts", "peak", "ranked", "seconds", "seconds_interval", "start", "tflops", "time", "title", "total",
 )  # fmt: skip
 
 
@@ -57,7 +57,7 @@ def program(args: argparse.Namespace, gpus: int) -> str:
         "gpus": gpus,
         "perNode": args.per_node,
         "link": args.link,
-        "batch": args.global_batch or 512,
+        "batch": args.global_batch or max(layouts.default_batch(), gpus),
     }
     own = f"const MODELS = {models};\nconst DEVICES_BY_NAME = {devices};\nconst START = {json.dumps(start)};\n"
     return RUNTIME.read_text() + made.text() + own

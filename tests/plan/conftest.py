@@ -1,12 +1,13 @@
 """Plans that all tests of this folder share: what each launcher answers once, in a project with stubs."""
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from harness import STRATEGIES, Project, make_project
+from harness import STRATEGIES, Project, make_project, write_data_record
 
 from t5bench.plan.planner import plan
 from t5bench.plan.ports import free_port
@@ -37,8 +38,12 @@ def plans(planned_project: Project) -> dict[str, Plan]:
 
 @pytest.fixture(scope="session")
 def gpt_plans(planned_project: Project) -> dict[str, Plan]:
-    data = str(planned_project.data_prefix.parent)
-    return planned(planned_project, *STRATEGIES, "3d", MODEL_FAMILY="gpt", MEGATRON_DATA_DIR=data)
+    prefix = planned_project.data_prefix.parent / "gpt" / planned_project.data_prefix.name
+    prefix.parent.mkdir()
+    for suffix in (".bin", ".idx"):
+        shutil.copy(planned_project.data_prefix.with_suffix(suffix), prefix.with_suffix(suffix))
+    write_data_record(prefix, tokenizer_type="GPT2BPETokenizer")
+    return planned(planned_project, *STRATEGIES, "3d", MODEL_FAMILY="gpt")
 
 
 @dataclass

@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shlex
 import shutil
 import signal
 import socket
@@ -325,6 +327,27 @@ def test_nothing_is_overwritten(project: Project):
         assert found["code"] == "earlier-checkpoints" and "up to iteration 40" in found["found"]
     assert project.launch("ddp").returncode == 2
     assert not project.was_started()
+
+
+def test_a_smoke_run_can_be_followed_by_the_real_one(project: Project):
+    """The message names the one command, also when the name that it would give is taken."""
+    for attempt, name in enumerate(("ddp-50-iterations", "ddp-50-iterations-2")):
+        assert project.launch("ddp", TRAIN_ITERS="50").returncode == 0
+        refused = project.launch("ddp")
+        kept = project.root / "outputs" / name
+        command = re.search("and start this one of 1000: (mv .*), on every node", refused.stderr)
+        assert refused.returncode == 2 and command and shlex.split(command[1])[-1] == str(kept), attempt
+        subprocess.run(["bash", "-c", command[1]], check=True)
+        assert kept.is_dir()
+    assert project.launch("ddp").returncode == 0
+
+
+def test_a_part_of_the_repository_does_not_start(project: Project):
+    shutil.rmtree(project.root / "t5bench")
+    result = project.launch("ddp")
+    assert result.returncode == 2 and not project.was_started()
+    assert "holds only a part of this repository: t5bench/ is missing" in result.stderr
+    assert "Clone or copy the whole repository" in result.stderr
 
 
 def test_another_node_leaves_a_finished_run_alone(project: Project):

@@ -7,7 +7,7 @@ from importlib import util
 from pathlib import Path
 
 import pytest
-from harness import STRATEGIES, Project, write_indexed_dataset
+from harness import STRATEGIES, Project, write_data_record, write_indexed_dataset
 
 from t5bench.plan.launchers import declarations
 from t5bench.record import ds_config
@@ -266,6 +266,7 @@ def test_a_run_that_will_log_nothing_says_so(making):
 )
 def test_a_decoder_that_is_too_short_for_some_samples(making, tmp_path, document, encoder, decoder, needed):
     write_indexed_dataset(tmp_path / "xsum_text_document", [[5, 1], [6] * document])
+    write_data_record(tmp_path / "xsum_text_document")
     made = making("ddp", MEGATRON_DATA_DIR=str(tmp_path), ENCODER_SEQ_LENGTH=encoder, DECODER_SEQ_LENGTH=decoder)
     assert made.codes == ["decoder-length"] * bool(needed)
     assert f"Set DECODER_SEQ_LENGTH={needed} or more" in made.said or not needed

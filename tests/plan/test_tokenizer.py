@@ -91,6 +91,20 @@ def test_data_that_changed_are_refused(making, data: Path):
     assert "MODEL_FAMILY=gpt MEGATRON_DATA_DIR=/none bash" in missing.remedy
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "zero2"])
+def test_data_copied_without_their_record_and_tokenizer_are_refused(making, data: Path, strategy: str):
+    """As the former instructions said: scp megatron_data/xsum_text_document.{bin,idx}."""
+    (data / "xsum_text_document.meta.json").unlink()
+    shutil.rmtree(data / "tokenizer")
+    place = {"MEGATRON_DATA_DIR": str(data)}
+    assert making(strategy, **place).codes == []  # the hub's tokenizer is on this machine
+    shutil.rmtree(data.parent / "cache")
+    made = making(strategy, **place)
+    assert made.codes == ["tokenizer"] and "are here without xsum_text_document.meta.json and tokenizer/" in made.said
+    assert "Copy these from the node that prepared the data" in made.said and f"TOKENIZER_MODEL={HUB}" in made.said
+    assert making(strategy, **place, TOKENIZER_MODEL=HUB).codes == []
+
+
 def test_runs_that_cannot_be_compared_never_pass_silently(making, data: Path):
     assert findings(making, data, TOKENIZER_MODEL="a/model")[0] == ["tokenizer"]
     (data / "tokenizer" / "tokenizer_config.json").write_text("{")

@@ -201,6 +201,59 @@ def test_models_by_their_published_dimensions(capsys: pytest.CaptureFixture[str]
     assert row["mfu"] == pytest.approx(row["tflops_per_gpu"] / 989.4)
 
 
+def test_an_environment_may_name_the_layout(capsys: pytest.CaptureFixture[str], monkeypatch):
+    """In the launchers' words or those of other projects' scripts; the command says which it follows."""
+    for name, size in (("TENSOR_PARALLEL_SIZE", "2"), ("PP_SIZE", "4")):
+        monkeypatch.setenv(name, size)
+    status, shown, said = t5bench(capsys, "layouts", "--gpus", 16, "--device", "h100", "--json")
+    sizes = {(one["parallel"]["tensor"], one["parallel"]["pipeline"]) for one in json.loads(shown)["16"]}
+    assert status == 0 and sizes == {(2, 4)}
+    assert "TENSOR_PARALLEL_SIZE=2: only such layouts are ranked" in said and "PP_SIZE=4: only" in said
+    options = "--tp", 4, "--pp", 2, "--json"
+    (candidate, *_) = json.loads(t5bench(capsys, "layouts", "--gpus", 16, "--device", "h100", *options)[1])["16"]
+    assert [candidate["parallel"][name] for name in ("tensor", "pipeline")] == [4, 2]
+    monkeypatch.setenv("TENSOR_PARALLEL_SIZE", "two")
+    status, _, error = t5bench(capsys, "layouts", "--gpus", 16, "--device", "h100")
+    assert status == 2 and "TENSOR_PARALLEL_SIZE must be a whole number of at least 1, found 'two'" in error
+
+
+@pytest.mark.parametrize("batch", ["", "64"])
+def test_predict_and_layouts_have_the_same_batch(capsys: pytest.CaptureFixture[str], monkeypatch, batch: str):
+    if batch:
+        monkeypatch.setenv("GLOBAL_BATCH_SIZE", batch)
+    (row, *_) = json.loads(t5bench(capsys, "predict", "--device", "h100", "--json")[1])["rows"]
+    shown = t5bench(capsys, "layouts", "--gpus", 2, "--device", "h100")[1]
+    assert row["job"]["global_batch"] == int(batch or 16)
+    assert f"global batch {batch or 16}:" in shown
+
+
+@pytest.mark.parametrize("command", [("predict",), ("layouts", "--gpus", 8)])
+def test_every_table_of_times_has_tflops_and_mfu(capsys: pytest.CaptureFixture[str], command: tuple[object, ...]):
+    """MFU only where the GPU's peak in this precision is known: Turing has no bf16."""
+    for device, has_mfu in (("h100", True), ("rtx5000", False)):
+        shown = t5bench(capsys, *command, "--device", device, "--model", "base")[1]
+        headings = [line for line in shown.splitlines() if re.match("(seconds|layout) | *GiB +s/iteration", line)]
+        assert len(headings) == (1 if command[0] == "predict" else 2)
+        assert all("TFLOP/s" in line for line in headings)
+        assert all("MFU" in line for line in headings) or not has_mfu
+        assert bool(re.search(r" \d+\.\d% ", shown)) == has_mfu
+
+
+def test_gpipe_beside_1f1b(capsys: pytest.CaptureFixture[str], monkeypatch):
+    """Of equal stages both idle as long, and GPipe keeps all micro-batches."""
+    for name, value in {"MODEL_FAMILY": "gpt", "MICRO_BATCH_SIZE": "2", "ENGINE": "native"}.items():
+        monkeypatch.setenv(name, value)
+    shown = t5bench(capsys, "predict", "--device", "a100", "--schedule")[1]
+    table = shown.partition("\npipeline\n")[2].partition("\n\n")[2].splitlines()
+    rows = {line.split()[0]: re.split(r"\s{2,}", line.strip()) for line in table[2:4]}
+    ahead = table[0].split("  ")
+    assert "idle" in table[0] and "GiB of activations" in table[0] and ahead[0] == "schedule"
+    assert rows.keys() == {"1f1b", "gpipe"} and rows["1f1b"][0] == "1f1b (chosen)"
+    assert rows["1f1b"][1] == rows["gpipe"][1]  # idle
+    assert [float(rows[name][5]) for name in ("1f1b", "gpipe")] == [2, 8]
+    assert float(rows["gpipe"][6]) > 3 * float(rows["1f1b"][6])
+
+
 def test_why_a_layout_is_not_the_winner():
     """What takes longer than the winner's, not what takes longest."""
     on = Machine(DEVICES["a100"], Link(3e11), Link(1e10))
