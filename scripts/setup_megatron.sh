@@ -67,8 +67,11 @@ make_pristine() {
     die "$MEGATRON_DIR holds changes that these patches did not make (differences from the patched engine are listed above)" \
       "bash scripts/setup_megatron.sh --reset stashes them (git stash), or set another MEGATRON_DIR"
   fi
-  megatron_git cat-file -e "$MEGATRON_COMMIT^{commit}" 2>/dev/null || megatron_git fetch --quiet -- "$MEGATRON_REPO" ||
-    die "cannot fetch commit $MEGATRON_COMMIT from $MEGATRON_REPO" "Set MEGATRON_REPO to a clone that has it"
+  if ! megatron_git cat-file -e "$MEGATRON_COMMIT^{commit}" 2>/dev/null; then
+    note "fetching commit ${MEGATRON_COMMIT:0:8} from $MEGATRON_REPO"
+    megatron_git fetch -- "$MEGATRON_REPO" ||
+      die "cannot fetch commit $MEGATRON_COMMIT from $MEGATRON_REPO" "Set MEGATRON_REPO to a clone that has it"
+  fi
   megatron_git checkout --quiet --detach "$MEGATRON_COMMIT"
 }
 

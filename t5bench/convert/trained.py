@@ -92,6 +92,8 @@ class TrainedModel:
             raise Problem(f"{folder} has no file of rank 0", "Copy the checkpoint's files of every node to it")
         head = read_checkpoint_file(min(files))
         args = head["args"]
+        if getattr(args, "virtual_pipeline_model_parallel_size", None):
+            raise Problem(f"{directory} was trained with several parts of the model on each stage", INTERLEAVED)
         architecture = Architecture.of_arguments(vars(args), args.padded_vocab_size)
         tokenizer = tokenizer or Path(args.tokenizer_model or Path(args.vocab_file).parent)
         return cls(

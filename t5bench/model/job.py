@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from t5bench.model.schedule import ONE_F_ONE_B
+from t5bench.model.schedule import INTERLEAVED, ONE_F_ONE_B
 
 REDUCE_ONCE_RELEASE = "0.19.2"  # of DeepSpeed, from which on ZeRO-2 and 3 can reduce once an iteration
 BYTES = {"bf16": 2, "fp16": 2, "fp8": 2, "fp32": 4, "tf32": 4}
@@ -328,6 +328,10 @@ class Job:
         fully_sharded = None
         if plan.strategy.has_fsdp2:
             fully_sharded = FullySharded(keeps_parameters=_given(arguments, "fsdp2_keep_parameters"))
+        chunks = int(arguments.get("virtual_pipeline_stages") or 1)
+        layers_of_a_chunk = int(arguments.get("num_layers_per_virtual_pipeline_stage") or 0)
+        if layers_of_a_chunk:  # Megatron's words for it
+            chunks = int(arguments["num_layers"]) // (layout.pp * layers_of_a_chunk)
         flash = plan.engine == "megatron" and _given(arguments, "use_flash_attn_v2")
         return cls(
             architecture=Architecture.of_arguments(arguments, padded_vocabulary),
@@ -338,8 +342,8 @@ class Job:
                 split_rank=layout.split_rank,
                 sequence_parallel=_given(arguments, "sequence_parallel"),
                 devices_per_node=layout.nproc_per_node,
-                virtual_stages=int(arguments.get("virtual_pipeline_stages") or 1),
-                schedule=arguments.get("pipeline_schedule") or ONE_F_ONE_B,
+                virtual_stages=chunks,
+                schedule=arguments.get("pipeline_schedule") or (INTERLEAVED if chunks > 1 else ONE_F_ONE_B),
                 shards=int(arguments.get("fsdp2_shard_size") or 0),
                 deepspeed=layout.pp > 1 and zero.stage > 0,
             ),

@@ -166,6 +166,9 @@ def schedule_arguments(draft: Draft, layout: Layout) -> list[str]:
     """The schedule of a pipeline, unless it is 1F1B, for which Megatron-DeepSpeed has no argument."""
     schedule = draft.value("PIPELINE_SCHEDULE")
     words: list[str] = []
+    if layout.pp > 1 and schedule == INTERLEAVED and draft.value("ENGINE") != "native":
+        layers = draft.number("NUM_LAYERS") // (layout.pp * draft.number("VIRTUAL_PIPELINE_STAGES"))
+        return ["--num-layers-per-virtual-pipeline-stage", str(layers)]
     if layout.pp > 1 and schedule != ONE_F_ONE_B:
         words += ["--pipeline-schedule", schedule]
     if layout.pp > 1 and schedule == INTERLEAVED:

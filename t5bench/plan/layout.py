@@ -9,6 +9,8 @@ from t5bench.plan.families import family_of
 from t5bench.record.gpus import GpuInventory, visible_gpus
 from t5bench.record.plan import by_name
 
+LEAST_INTERLEAVED = 3  # pipeline stages; the engine's megatron/arguments.py asserts it
+
 
 def choose_processes(draft: Draft) -> tuple[str, int, bool]:
     """The device, the number of processes on each node, and whether they share GPUs.
@@ -105,13 +107,31 @@ def _check_schedule(draft: Draft, layout: Layout) -> None:
     schedule = draft.value("PIPELINE_SCHEDULE")
     if layout.pp == 1 or schedule == ONE_F_ONE_B:
         return
-    if draft.value("ENGINE") != "native":
-        found = f"PIPELINE_SCHEDULE={schedule} is the native engine's, and Megatron-DeepSpeed runs here with 1f1b alone"
-        draft.refuse("pipeline-schedule", found, "Set ENGINE=native, or PIPELINE_SCHEDULE=1f1b")
+    beyond = _beyond_megatron(draft, layout, schedule) if draft.value("ENGINE") != "native" else ""
+    if beyond:
+        draft.refuse("pipeline-schedule", beyond, "Set ENGINE=native, or PIPELINE_SCHEDULE=1f1b")
         return
     fault = interleaving_fault(layout.pp, layout.micro_batches)
     if schedule == INTERLEAVED and fault:
         draft.refuse("pipeline-schedule", fault, "Change GLOBAL_BATCH_SIZE or MICRO_BATCH_SIZE, or PIPELINE_SCHEDULE")
+
+
+def _beyond_megatron(draft: Draft, layout: Layout, schedule: str) -> str:
+    """Why Megatron-DeepSpeed cannot follow this schedule; "" if it can."""
+    if schedule != INTERLEAVED:
+        return f"PIPELINE_SCHEDULE={schedule} is the native engine's: Megatron-DeepSpeed has 1f1b and interleaved alone"
+    if family_of(draft).has_encoder:
+        return "Megatron-DeepSpeed follows the interleaved schedule for GPT alone"
+    if draft.strategy.ds_config:
+        return f"{draft.strategy.name} runs in DeepSpeed's pipeline, which has 1f1b alone"
+    if layout.pp < LEAST_INTERLEAVED:
+        least = f"at least {LEAST_INTERLEAVED} pipeline stages"
+        return f"Megatron-DeepSpeed's interleaved schedule takes {least}, found {layout.pp}"
+    parts = layout.pp * draft.number("VIRTUAL_PIPELINE_STAGES")
+    layers = draft.number("NUM_LAYERS")
+    if layers % parts:
+        return f"NUM_LAYERS={layers} does not divide over {parts} parts of the model, which Megatron-DeepSpeed needs"
+    return ""
 
 
 def _decoder_stage(draft: Draft, parts: int) -> int:

@@ -42,6 +42,7 @@ DECIDED_ELSEWHERE = {
     "--pipeline-model-parallel-split-rank": "PIPELINE_PARALLEL_SIZE determines it",
     "--pipeline-schedule": "Use PIPELINE_SCHEDULE",
     "--virtual-pipeline-stages": "Use VIRTUAL_PIPELINE_STAGES",
+    "--num-layers-per-virtual-pipeline-stage": "Use PIPELINE_SCHEDULE=interleaved and VIRTUAL_PIPELINE_STAGES",
     "--save-interval": "Use SAVE_INTERVAL",
     "--skip-train": "Use EVAL_ONLY=1",
     "--rampup-batch-size": "Use RAMPUP_BATCH_SIZE",

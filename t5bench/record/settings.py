@@ -283,7 +283,7 @@ TABLE: Sequence[Declaration] = (
     Declaration("OVERLAP_COMM", OneOf(("default", "on", "off")), "method", "", "default", "default, on or off: ZeRO communicates while it computes (default: as the strategy's JSON says; on has hung on GPUs)"),
     Declaration("CUDA_DEVICE_MAX_CONNECTIONS", Whole(1, 32), "method", "", "1", "Hardware queues of a GPU; 1 keeps the order in which kernels are launched, more may overlap communication with computing"),
     Declaration("RECOMPUTE", OneOf(("none", "selective", "full")), "method", "", "none", "none, selective (attention) or full (layers): recompute activations in the backward pass"),
-    Declaration("PIPELINE_SCHEDULE", OneOf(SCHEDULES), "method", "", ONE_F_ONE_B, "1f1b, gpipe (all forward passes first) or interleaved (several parts of the model on each stage): the order in which a pipeline's stages take micro-batches"),
+    Declaration("PIPELINE_SCHEDULE", OneOf(SCHEDULES), "method", "", ONE_F_ONE_B, "1f1b, gpipe (all forward passes first) or interleaved (several parts of the model on each stage): the order in which a pipeline's stages take micro-batches (gpipe, and interleaved T5, need ENGINE=native)"),
     Declaration("VIRTUAL_PIPELINE_STAGES", Whole(2), "method", "", "2", "Parts of the model on each stage under PIPELINE_SCHEDULE=interleaved"),
     Declaration("FSDP_KEEP_PARAMETERS", _ON_OFF, "method", "", "0", "FSDP2: 1 gathers parameters once an iteration and keeps them until its end, as ZeRO-2 does; 0 gathers each layer when it computes"),
     Declaration("FSDP_SHARD_SIZE", Whole(0), "method", "", "0", "FSDP2: processes that share one copy of the states; the others have further copies (HSDP); 0: all data-parallel processes"),

@@ -21,6 +21,7 @@ TESTED = {
     "bash scripts/run_megatron_t5_hybrid.sh": "engines/test_gpt.py",
     "bash scripts/run_megatron_t5_zero2.sh": "profile/test_explain.py",
     "bash scripts/run_megatron_t5_tensor.sh": "convert/test_reshape.py",
+    "bash scripts/run_megatron_t5_pipeline.sh": "engines/test_gpt.py",
     "python -m t5bench explain": "profile/test_explain.py",
     "bash scripts/check_parity.sh": "sweep/test_check_parity.py",
     "bash scripts/check_cluster.sh": "cluster/test_check.py",

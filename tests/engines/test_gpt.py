@@ -60,6 +60,19 @@ def test_a_gpt_is_the_same_model_in_every_strategy_resumed_evaluated_and_merged(
     assert after == pytest.approx(found, rel=1e-6)  # DeepSpeed's pipeline engine adds up micro-batches in another order
 
 
+def test_megatrons_interleaved_pipeline_trains_the_same_gpt(gpt: dict[str, str], tmp_path: Path, capsys):
+    """Two parts of the model on each of four stages."""
+    settings = gpt | EXACT | {"TRAIN_ITERS": "3", "NUM_LAYERS": "8", "SAVE_INTERVAL": "3"}
+    interleaved = {"PIPELINE_SCHEDULE": "interleaved", "PIPELINE_PARALLEL_SIZE": "4", "NPROC_PER_NODE": "4"}
+    curves = {}
+    for strategy, more in (("ddp", {}), ("pipeline", interleaved)):
+        run = train(strategy, tmp_path / strategy, **settings | more)
+        curves[strategy] = [number for line in run.iterations for number in (line.lm_loss, line.grad_norm)]
+    assert len(curves["ddp"]) == 6 and curves["pipeline"] == pytest.approx(curves["ddp"], rel=1e-5)
+    assert main(["export", str(tmp_path / "pipeline"), str(tmp_path / "out")]) == 2
+    assert "was trained with several parts of the model on each stage" in capsys.readouterr().err
+
+
 def test_both_engines_train_the_same_gpt(gpt: dict[str, str], tmp_path: Path):
     """The same samples and weights; the native engine's strategies agree with each other, too."""
     curves = {}

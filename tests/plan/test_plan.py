@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 from harness import STRATEGIES, Project, write_data_record, write_indexed_dataset
 
+from t5bench.model.job import Job
+from t5bench.model.machine import DEVICES
+from t5bench.model.prediction import Prediction, machine_of
 from t5bench.plan.launchers import declarations
 from t5bench.record import ds_config
 from t5bench.record.command import ds_config_text
@@ -171,6 +174,25 @@ def test_a_broken_tool_does_not_turn_a_run_on_gpus_into_one_on_the_cpu(making):
     assert "device: cuda (2 x NVIDIA Stub, listed by nvidia-smi)" in making("ddp", gpus=2).said
 
 
+INTERLEAVED_GPT = {
+    **{"MODEL_FAMILY": "gpt", "PIPELINE_SCHEDULE": "interleaved", "NUM_LAYERS": "16"},
+    **{"PIPELINE_PARALLEL_SIZE": "4", "NPROC_PER_NODE": "4"},
+}
+
+
+@pytest.mark.parametrize(("virtual", "layers"), [("2", "2"), ("4", "1")])
+def test_megatron_interleaves_a_gpt(making, virtual: str, layers: str):
+    """The model of costs counts the same parts as the engine makes."""
+    plan = making("pipeline", gpus=4, **INTERLEAVED_GPT, VIRTUAL_PIPELINE_STAGES=virtual).plan
+    given = plan.named_arguments
+    assert given["num_layers_per_virtual_pipeline_stage"] == layers and "pipeline_schedule" not in given
+    job = Job.of_plan(plan, 50304)
+    assert (job.parallel.virtual_stages, job.parallel.schedule) == (int(virtual), "interleaved")
+    machine = machine_of(DEVICES["a100"], 100, 4)
+    plain = Prediction(job.on(virtual_stages=1, schedule="1f1b"), machine)
+    assert Prediction(job, machine).bubble < plain.bubble
+
+
 DEEP = {"ENGINE": "native", "ENCODER_NUM_LAYERS": "6", "DECODER_NUM_LAYERS": "3"}
 
 
@@ -224,7 +246,22 @@ def test_the_native_engine_balances_its_stages(making, stages: str, schedule: st
             "pipeline-schedule",
             "takes a multiple of 3 micro-batches, found 16",
         ),
-        ("pipeline", {"PIPELINE_SCHEDULE": "gpipe", "ENGINE": "megatron"}, "pipeline-schedule", "with 1f1b alone"),
+        ("pipeline", {"PIPELINE_SCHEDULE": "gpipe", "ENGINE": "megatron"}, "pipeline-schedule", "1f1b and interleaved"),
+        (
+            "pipeline",
+            {"PIPELINE_SCHEDULE": "interleaved", "ENCODER_NUM_LAYERS": "24"},
+            "pipeline-schedule",
+            "GPT alone",
+        ),
+        (
+            "pipeline",
+            INTERLEAVED_GPT | {"PIPELINE_PARALLEL_SIZE": "2"},
+            "pipeline-schedule",
+            "3 pipeline stages, found 2",
+        ),
+        ("pipeline", INTERLEAVED_GPT | {"NUM_LAYERS": "12"}, "pipeline-schedule", "=12 does not divide over 8 parts"),
+        ("pipeline", INTERLEAVED_GPT | {"GLOBAL_BATCH_SIZE": "6"}, "pipeline-schedule", "multiple of 4 micro-batches"),
+        ("3d", INTERLEAVED_GPT | {"NPROC_PER_NODE": "8"}, "pipeline-schedule", "DeepSpeed's pipeline, which has 1f1b"),
         ("ddp", {"EVAL_ONLY": "1"}, "eval-iters", "EVAL_ITERS is 0"),
         ("ddp", {"RAMPUP_BATCH_SIZE": "4 4"}, "rampup", "three whole numbers"),
         ("ddp", {"RAMPUP_BATCH_SIZE": "4 4 801", "TRAIN_ITERS": "50"}, "rampup", "the run, which has 800 samples"),
