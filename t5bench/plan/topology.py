@@ -54,6 +54,11 @@ def is_this_host(host: str) -> bool:
     return any(map(is_own, _beyond(addresses_of(host))))
 
 
+def _leads_elsewhere(addresses: Sequence[str]) -> bool:
+    """Whether these are addresses of other machines alone."""
+    return bool(addresses) and not any(is_loopback(address) or is_own(address) for address in addresses)
+
+
 def _beyond(addresses: Sequence[str]) -> list[str]:
     """Those that lead beyond this machine."""
     return [address for address in addresses if not is_loopback(address)]
@@ -112,6 +117,9 @@ def place(draft: Draft) -> None:
     elif draft.number("NNODES") > 1 and draft.master_address.startswith(("169.254.", "fe80:")):
         link = f"warning: the master {draft.master_address} is a link-local address"
         draft.notes.append(f"{link}: only nodes on the same cable or switch reach it.")
+    if draft.number("NNODES") > 1 and draft.node == "0" and _leads_elsewhere(addresses_of(draft.master_address)):
+        found = f"the master {draft.master_address} is no address of {socket.gethostname()}, but this is node 0"
+        draft.notes.append(f"warning: {found}. Is the node rank right?")
     if draft.number("NNODES") > len(hosts) > 0:
         known = f"HOSTS names {len(hosts)} of the {draft.value('NNODES')} nodes"
         draft.notes.append(f"{known}: the others are not checked against their rank.")
@@ -180,6 +188,9 @@ def _lacks(draft: Draft) -> Iterator[Fault]:
     elif rank > 0 and not is_loop and (_is_same_name(master, here) or any(map(is_own, _beyond(addresses)))):
         remedy = f"Name node 0 as the master on every node; {master} is right only if this is node 0"
         yield "own-master", f"the master {master} is this host, {here}, but this is node {rank}", remedy
+    elif draft.number("NNODES") == 1 and _leads_elsewhere(addresses):
+        found = f"the master {master} is no address of {here}, which is the only node"
+        yield "foreign-master", found, "Name localhost, or all nodes: HOSTS='node0 node1', or NNODES"
     if not addresses:
         remedy = "Check the spelling, or use the address that 'getent hosts' prints on the master"
         yield "unknown-master", f"the master host name '{master}' does not resolve on {here}", remedy

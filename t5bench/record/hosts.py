@@ -38,10 +38,10 @@ def ssh(host: str, *command: str, options: Sequence[str] = ()) -> list[str]:
 
 
 def addresses_of(name: str) -> list[str]:
-    """In the resolver's order."""
+    """In the resolver's order; none of a name that it does not know, or that is too long for it."""
     try:
         return list(dict.fromkeys(str(info[4][0]) for info in socket.getaddrinfo(name, None)))
-    except OSError:
+    except (OSError, UnicodeError):
         return []
 
 

@@ -90,6 +90,8 @@ def test_where_the_nodes_come_from(project: Project, strategy, arguments, enviro
         ([], {"HOSTS": f"localhost {ELSEWHERE}"}, "loopback-master", "the master 'localhost' is 127.0.0.1 on"),
         (["127.0.0.2", "0"], {"HOSTS": TWO_HOSTS}, "master-is-not-first", "HOSTS begins with 127.0.0.1"),
         (["no-such-host.invalid", "0"], {"NNODES": "2"}, "unknown-master", "no-such-host.invalid' does not resolve"),
+        (["a" * 70, "0"], {"NNODES": "2"}, "unknown-master", "does not resolve"),
+        ([ELSEWHERE, "0"], {"NNODES": "1"}, "foreign-master", f"no address of {OWN_NAME}, which is the only node"),
         ([], {"HOSTS": f"{ELSEWHERE} 192.0.2.8"}, "no-node-rank", "Unable to infer NODE_RANK"),
         ([], {"HOSTS": f"{ELSEWHERE} {ELSEWHERE}"}, "host-twice", f"more than once: {ELSEWHERE} and {ELSEWHERE}"),
         ([OWN_NAME, "1"], {"HOSTS": f"{OWN_NAME} {OWN_NAME.upper()}."}, "host-twice", "a node is named more than once"),
@@ -127,6 +129,8 @@ def test_the_interfaces_of_nccl(project: Project):
 def test_what_may_be_meant_is_only_said(project: Project):
     loop = project.launch("ddp", "127.0.0.1", "1", "--dry-run", NNODES="2")
     assert loop.returncode == 0 and "nodes on other machines do not reach it" in loop.stderr
+    rank = project.launch("ddp", ELSEWHERE, "0", "--dry-run", NNODES="2")
+    assert rank.returncode == 0 and "but this is node 0. Is the node rank right?" in rank.stderr
     link = project.launch("ddp", "fe80::1%lo", "1", "--dry-run", NNODES="2")
     assert "only nodes on the same cable or switch reach it" in link.stderr
     job = {"SLURM_JOB_NODELIST": "127.0.0.1", "SLURM_JOB_NUM_NODES": "1", "SLURM_HET_SIZE": "2"}
