@@ -56,7 +56,11 @@ DECIDED_ELSEWHERE = {
         "The engine's patches do not know sequence parallelism: another layout would train another model"
     ),
     **dict.fromkeys(
-        ("--swiglu", "--num-experts", "--num-key-value-heads", "--expert-interval"),
+        (
+            *("--swiglu", "--squared-relu", "--num-experts", "--expert-interval", "--num-key-value-heads"),
+            *("--normalization", "--apply-layernorm-1p", "--use-rotary-position-embeddings", "--disable-bias-linear"),
+            "--untie-embeddings-and-output-weights",
+        ),
         "The engine's patches do not know this feature: another layout would train another model",
     ),
 }

@@ -497,6 +497,8 @@ FINETUNING = "--finetune --load /run/checkpoints"
         ("ddp", "--DDP-impl torch", {}, "launcher-argument"),
         ("ddp", "--sequence-parallel", {}, "launcher-argument"),
         ("ddp", "--swiglu", {}, "launcher-argument"),
+        ("ddp", "--normalization rmsnorm", {}, "launcher-argument"),
+        ("ddp", "--use-rotary-position-embeddings", {}, "launcher-argument"),
         ("ddp", "--num-experts 4", {}, "launcher-argument"),
         ("ddp", FINETUNING, {}, ""),
         ("ddp", FINETUNING, {"RESUME": "1"}, "launcher-argument"),
