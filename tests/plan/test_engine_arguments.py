@@ -1,8 +1,10 @@
 """Engine arguments after -- that the engine would refuse half a minute later."""
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from harness import Project
 
 from t5bench.plan.engine_arguments import parser_of
 
@@ -21,17 +23,19 @@ def _add_some(parser):
 
 
 @pytest.fixture
-def refused(making, planned_project):
+def refused(making: Callable, planned_project: Project) -> Iterator[Callable[..., str]]:
     """refused(words...): what is said of arguments after --, with an engine that knows the above."""
     file = planned_project.engine / "megatron" / "arguments.py"
-    file.parent.mkdir(exist_ok=True)
     file.write_text(ARGUMENTS)
+    planned_project.record_engine()
 
     def of(*words: str) -> str:
         made = making("ddp", *words)
         return made.said if "engine-argument" in made.codes else ""
 
-    return of
+    yield of
+    file.unlink()
+    planned_project.record_engine()
 
 
 @pytest.mark.parametrize(
