@@ -109,10 +109,13 @@ class Location:
     after: str = ""
     """What is still right before it: a module or parameter of the same phase."""
 
+    @property
+    def place(self) -> str:
+        return f"iteration {self.iteration}, {PHASES[self.phase]}, {self.name}, {ranks_in_words(self.ranks)}"
+
     def __str__(self) -> str:
-        where = f"iteration {self.iteration}, {PHASES[self.phase]}, {self.name}, {ranks_in_words(self.ranks)}"
         before = f"; {self.after} before it is still right" if self.after else ""
-        return f"first differs at {where}: by {self.difference:.1e} of its size{before}"
+        return f"first differs at {self.place}: by {self.difference:.1e} of its size{before}"
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,8 @@
 
 Each release is installed in a folder of its own (environments.py), and its cells are trained by one process that
 imports it once (worker.py). A cell is compared with DDP, and DDP with one process, by the bounds of the parity check.
-Finished cells are kept: the same command continues after an interruption.
+With ``--locate`` a wrong one is trained once more with a trace, which says where it first differs. Finished cells are
+kept: the same command continues after an interruption.
 """
 
 import argparse
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from t5bench import REPOSITORY, Problem, note, raise_on_signals
+from t5bench.compare.traces import first_difference
 from t5bench.ledger import cards, environments, judge, tables
 from t5bench.ledger.judge import Curves
 from t5bench.ledger.modes import (
@@ -74,6 +76,8 @@ class Cell:
     python: str
     seconds: float
     code: str
+    where: str = ""
+    """Of a wrong cell: the iteration, step and module at which its trace first leaves DDP's; empty without a trace."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -83,8 +87,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--modes", default=modes, help="(default: %(default)s)")
     parser.add_argument("--torch", help="releases, each in an environment of its own (default: the running torch)")
     parser.add_argument("--limit", type=float, default=LIMIT_SECONDS, help="a longer cell hangs (%(default)s s)")
+    locate = "train a wrong cell once more with a trace, and say where it first differs"
+    parser.add_argument("--locate", action="store_true", help=locate)
     parser.add_argument("--output", type=Path, default=REPOSITORY / "outputs" / "ledger", help="directory of the runs")
-    parser.add_argument("--page", type=Path, help="directory of ledger.md, .html and .json (default: --output's)")
+    page = "directory of ledger.md, .html and .json; cells there that are not measured again stay (default: --output's)"
+    parser.add_argument("--page", type=Path, help=page)
     what = "train nothing: write cards.md, what the ledger and the runs in these directories show of each strategy"
     parser.add_argument("--cards", nargs="+", metavar="RUNS", help=what)
 
@@ -192,7 +199,8 @@ class Ledger:
     def words(self, strategy: str, mode: Mode, directory: Path) -> list[str]:
         """The command line of a cell, whose JSON is written to its directory."""
         if strategy in PIPELINES:
-            return ["--stage", str(PIPELINES[strategy])]
+            in_bf16 = ["--bf16"] if mode.precision == "bf16" else []
+            return ["--stage", str(PIPELINES[strategy]), *in_bf16]
         planned = self.plans.get(strategy, self.plans[BASELINE])
         words = [*planned.arguments.words, *arguments(mode)]
         if strategy in DEEPSPEED_STRATEGIES:
@@ -203,13 +211,22 @@ class Ledger:
         return words
 
     def train(
-        self, worker: Worker, strategy: str, mode: Mode, directory: Path, *, alone: bool = False
+        self,
+        worker: Worker,
+        strategy: str,
+        mode: Mode,
+        directory: Path,
+        *,
+        alone: bool = False,
+        with_trace: bool = False,
     ) -> dict[str, Any]:
         """The worker's answer; a mode that resumes trains twice. alone: in one process, with the same batch."""
         directory.mkdir(parents=True, exist_ok=True)
         for log in directory.glob("rank*.log"):
             log.unlink()
         words = self.words(strategy, mode, directory)
+        if with_trace:
+            words += ["--trace", "--tensorboard-dir", str(directory / "tensorboard")]
         is_pipeline = strategy in PIPELINES
         cell = {
             "directory": str(directory),
@@ -228,7 +245,7 @@ class Ledger:
         for added in attempts:
             answer = worker.train(cell | {"words": [*words, *added], "port": str(free_port())})
             seconds += answer.get("seconds", 0.0)
-            if answer.get("failed") or answer["hangs"] or any(answer["statuses"]):
+            if not has_ended_well(answer):
                 break
         return answer | {"seconds": seconds}
 
@@ -239,21 +256,36 @@ class Ledger:
         """
         key = (*reference_mode(mode), alone)
         if key not in self.references:
-            plain = replace(
-                mode,
-                name="reference",
-                offload=False,
-                fp32_accumulation=False,
-                resumes=False,
-                poisons_memory=False,
-                config={},
-            )
-            directory = self.output / "runs" / BASELINE / "-".join(map(str, key))
-            answer = self.train(worker, BASELINE, plain, directory, alone=alone)
-            if answer.get("failed") or answer["hangs"] or any(answer["statuses"]):
-                raise Problem(f"the baseline does not train: {judge.why(logs(directory))}", f"See {directory}")
+            directory = self.train_reference(worker, mode, alone=alone)
             self.references[key] = curves(directory)
         return self.references[key]
+
+    def train_reference(self, worker: Worker, mode: Mode, *, alone: bool, with_trace: bool = False) -> Path:
+        """The directory of the baseline's run. Raises Problem."""
+        plain = replace(
+            mode,
+            name="reference",
+            offload=False,
+            fp32_accumulation=False,
+            resumes=False,
+            poisons_memory=False,
+            config={},
+        )
+        name = "-".join(map(str, (*reference_mode(mode), alone, *(["traced"] if with_trace else []))))
+        directory = self.output / "runs" / BASELINE / name
+        answer = self.train(worker, BASELINE, plain, directory, alone=alone, with_trace=with_trace)
+        if not has_ended_well(answer):
+            raise Problem(f"the baseline does not train: {judge.why(logs(directory))}", f"See {directory}")
+        return directory
+
+    def locate(self, worker: Worker, strategy: str, mode: Mode, directory: Path) -> str:
+        """Where a wrong cell, trained again, first differs from its reference. Raises Problem."""
+        traced = directory / "traced"
+        if not has_ended_well(self.train(worker, strategy, mode, traced, with_trace=True)):
+            return f"with a trace it does not run: {judge.why(logs(traced))}"
+        reference = self.train_reference(worker, mode, alone=strategy == BASELINE, with_trace=True)
+        location = first_difference(traced, reference)
+        return location.place if location else "no module differs by more than rounding in its trace"
 
     def measure(self, worker: Worker, strategy: str, mode: Mode, directory: Path) -> tuple[judge.Verdict, float]:
         """The verdict on a cell, and the seconds that it took."""
@@ -270,6 +302,15 @@ class Ledger:
             measured = curves(directory)
             reference = self.reference(worker, mode, alone=strategy == BASELINE)
         return judge.judge(measured, reference, mode.precision), answer["seconds"]
+
+
+def has_ended_well(answer: Mapping[str, Any]) -> bool:
+    return not (answer.get("failed") or answer["hangs"] or any(answer["statuses"]))
+
+
+def is_traceable(strategy: str, mode: Mode) -> bool:
+    """The pipeline's own program and a resumed run write no trace."""
+    return strategy not in PIPELINES and not mode.resumes
 
 
 def logs(directory: Path) -> list[str]:
@@ -308,6 +349,13 @@ def read_cells(path: Path) -> dict[tuple[str, ...], Cell]:
     return {(cell.torch, cell.release, cell.strategy, cell.mode): cell for cell in cells}
 
 
+def read_page(directory: Path) -> dict[tuple[str, ...], dict[str, Any]]:
+    """The cells of a page that was written before, by (torch, release, strategy, mode)."""
+    path = directory / "ledger.json"
+    cells = json.loads(path.read_text())["cells"] if path.exists() else []
+    return {(cell["torch"], cell["release"], cell["strategy"], cell["mode"]): cell for cell in cells}
+
+
 def wanted_cells(strategies: Iterable[str], modes: Iterable[str]) -> Iterator[tuple[str, Mode]]:
     names = list(modes)
     for strategy in strategies:
@@ -319,7 +367,8 @@ def wanted_cells(strategies: Iterable[str], modes: Iterable[str]) -> Iterator[tu
 def describe(cell: Cell) -> str:
     if cell.verdict == judge.WRONG:
         times = f"{cell.times:,.0f} times the bound" if cell.times else "not a number"
-        return f"wrong from iteration {cell.iteration} on: {cell.quantity}, {times}"
+        where = f"; {cell.where}" if cell.where else ""
+        return f"wrong from iteration {cell.iteration} on: {cell.quantity}, {times}{where}"
     return f"{cell.verdict}: {cell.sentence}" if cell.sentence else cell.verdict
 
 
@@ -376,7 +425,9 @@ class Progress:
         note(f"{label}  {describe(cell)}, {cell.seconds:.0f} s; about {left} left")
 
 
-def measure_column(ledger: Ledger, column: Column, tokenizer: Path, code: str, progress: Progress) -> None:
+def measure_column(
+    ledger: Ledger, column: Column, tokenizer: Path, code: str, progress: Progress, *, locates: bool
+) -> None:
     """Adds the cells that are not known yet to the results. Raises Problem."""
     results = ledger.output / "cells.jsonl"
     python = environments.base_python(column.torch)
@@ -390,18 +441,23 @@ def measure_column(ledger: Ledger, column: Column, tokenizer: Path, code: str, p
         for strategy, mode in column.cells:
             label = progress.label(column, strategy, mode)
             known = read_cells(results).get((torch, column.release, strategy, mode.name))
-            if known and known.code == code:
+            lacks_place = locates and is_traceable(strategy, mode) and known and known.verdict == judge.WRONG
+            if known and known.code == code and not (lacks_place and not known.where):
                 note(f"{label}  {describe(known)} (known)")
                 continue
             begin = time.monotonic()
+            directory = runs / strategy / mode.name.replace(" ", "-")
+            where = ""
             if "failed" in versions:
                 verdict = judge.Verdict(judge.DOES_NOT_RUN, sentence=versions["failed"])
                 seconds = 0.0
             else:
-                verdict, seconds = ledger.measure(worker, strategy, mode, runs / strategy / mode.name.replace(" ", "-"))
+                verdict, seconds = ledger.measure(worker, strategy, mode, directory)
+                if locates and is_traceable(strategy, mode) and verdict.verdict == judge.WRONG:
+                    where = ledger.locate(worker, strategy, mode, directory)
             cell = Cell(
                 column.release, strategy, mode.name, **asdict(verdict), torch=torch,
-                python=versions.get("python", ""), seconds=round(seconds, 1), code=code,
+                python=versions.get("python", ""), seconds=round(seconds, 1), code=code, where=where,
             )  # fmt: skip
             with results.open("a") as file:
                 file.write(json.dumps(asdict(cell)) + "\n")
@@ -435,13 +491,16 @@ def run(args: argparse.Namespace) -> int:
     failed = False
     for column in wanted:
         try:
-            measure_column(ledger, column, data / "tokenizer", code, progress)
+            measure_column(ledger, column, data / "tokenizer", code, progress, locates=args.locate)
         except Problem as problem:
             note(f"error: {column.name} was not measured: {problem.found}")
             note(f"       {problem.remedy}")
             failed = True
-    cells = [asdict(cell) for cell in read_cells(output / "cells.jsonl").values() if cell.code == code]
+    known = read_cells(output / "cells.jsonl")
+    measured = {key: asdict(cell) for key, cell in known.items() if cell.code == code}
     page = args.page or output
+    kept = read_page(page) if args.page else {}
+    cells = list((kept | measured).values())
     tables.write(page, cells)
     note(f"the table: {page / 'ledger.md'}; also as .html, .svg and .json")
     print(tables.summary(cells))

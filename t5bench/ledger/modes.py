@@ -65,12 +65,16 @@ _FP32_SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
 _ALL_REDUCE_FETCH = {"zero_optimization": {"stage3_use_all_reduce_for_fetch_params": True}}
 MODES = (
     Mode("fp32", "fp32, four micro-batches, clipping", STRATEGIES),
-    Mode("bf16", "bf16, four micro-batches, clipping", (*ZERO_STRATEGIES, STAGE_0, *TORCH_STRATEGIES), "bf16"),
+    Mode(
+        "bf16", "bf16, four micro-batches, clipping",
+        (*ZERO_STRATEGIES, STAGE_0, DEEPSPEED_PIPELINE, *TORCH_STRATEGIES), "bf16",
+    ),
     Mode("one micro-batch", "fp32, one micro-batch", (*_SHARDED, *TORCH_STRATEGIES), micro_batches=1),
     Mode(
         "three processes", "fp32, three processes: what cannot be divided is padded",
         (*ZERO_STRATEGIES, BASELINE, "fsdp2"), processes=3,
     ),
+    Mode("four processes", "fp32, four processes", (*ZERO_STRATEGIES, BASELINE, "fsdp2"), processes=4),
     Mode("clipping unset", "fp32, no gradient_clipping in the JSON", _SHARDED, clipping=False),
     Mode(
         "fp32 accumulation", "bf16, gradients accumulated in fp32 (data_types)", _SHARDED, "bf16",

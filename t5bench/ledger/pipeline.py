@@ -2,7 +2,7 @@
 
 This needs nothing of the project, so that it can be shown to DeepSpeed's developers as it is:
 
-    torchrun --nproc_per_node 4 t5bench/ledger/pipeline.py --stage 1
+    torchrun --nproc_per_node 4 t5bench/ledger/pipeline.py --stage 1 [--bf16]
 """
 
 import argparse
@@ -37,57 +37,71 @@ def batches(replica: int) -> Iterator[tuple[Tensor, Tensor]]:
         yield inputs, targets
 
 
-def reference(replicas: int) -> list[float]:
-    """The loss of each iteration without DeepSpeed, in one process."""
-    model = nn.Sequential(*make_layers())
+def loss_of(output: Tensor, target: Tensor) -> Tensor:
+    """In fp32: a loss in bf16 would have fewer digits than it is compared in."""
+    return nn.functional.mse_loss(output.float(), target.float())
+
+
+def reference(replicas: int, dtype: torch.dtype) -> list[float]:
+    """The loss of each iteration without DeepSpeed, in one process: computed in dtype, with weights kept in fp32."""
+    masters = nn.Sequential(*make_layers())
+    model = nn.Sequential(*make_layers()).to(dtype)
     data = [batches(replica) for replica in range(replicas)]
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    optimizer = torch.optim.SGD(masters.parameters(), lr=RATE)
     losses = []
     for _ in range(ITERATIONS):
         total = 0.0
         for micro_batches in data:
             for _ in range(MICRO_BATCHES):
                 inputs, targets = next(micro_batches)
-                loss = nn.functional.mse_loss(model(inputs), targets) / MICRO_BATCHES / replicas
+                loss = loss_of(model(inputs.to(dtype)), targets.to(dtype)) / MICRO_BATCHES / replicas
                 loss.backward()
                 total += loss.item()
+        for master, copy in zip(masters.parameters(), model.parameters(), strict=True):
+            assert copy.grad is not None
+            master.grad = copy.grad.float()
         optimizer.step()
-        optimizer.zero_grad()
+        model.load_state_dict(masters.state_dict())
+        model.zero_grad()
         losses.append(total)
     return losses
 
 
-def pipelined(stage: int, replicas: int) -> list[float]:
+def pipelined(stage: int, replicas: int, dtype: torch.dtype) -> list[float]:
     """The same with DeepSpeed's pipeline engine, in each of its processes."""
     import deepspeed
 
     deepspeed.init_distributed("gloo", verbose=False)
     layers = make_layers()
-    model = deepspeed.pipe.PipelineModule(
-        layers, num_stages=STAGES, loss_fn=nn.functional.mse_loss, partition_method="uniform"
+    model = deepspeed.pipe.PipelineModule(layers, num_stages=STAGES, loss_fn=loss_of, partition_method="uniform").to(
+        dtype
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     config = {
         "train_batch_size": SAMPLES * MICRO_BATCHES * replicas,
         "train_micro_batch_size_per_gpu": SAMPLES,
         "gradient_clipping": 0.0,
+        "bf16": {"enabled": dtype == torch.bfloat16},
         "zero_optimization": {"stage": stage},
         "steps_per_print": 10**9,
         "zero_allow_untested_optimizer": True,
     }
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     data = batches(engine.grid.get_data_parallel_rank())
-    return [float(engine.train_batch(data)) for _ in range(ITERATIONS)]
+    in_dtype = ((inputs.to(dtype), targets.to(dtype)) for inputs, targets in data)
+    return [float(engine.train_batch(in_dtype)) for _ in range(ITERATIONS)]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--stage", type=int, default=1)
+    parser.add_argument("--bf16", action="store_true")
     args = parser.parse_args()
+    dtype = torch.bfloat16 if args.bf16 else torch.float32
     replicas = int(os.environ["WORLD_SIZE"]) // STAGES
-    losses = pipelined(args.stage, replicas)
+    losses = pipelined(args.stage, replicas, dtype)
     if os.environ["RANK"] == "0":
-        print(json.dumps({"losses": losses, "expected": reference(replicas)}), flush=True)
+        print(json.dumps({"losses": losses, "expected": reference(replicas, dtype)}), flush=True)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 import html
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -55,12 +55,13 @@ work. `right` means: within the bound in this mode. Releases and modes that are 
 python -m t5bench ledger                                              # all releases, all modes
 python -m t5bench ledger --releases 0.18.2,0.19.8 --strategies zero2
 python -m t5bench ledger --torch 2.8.0,2.15.0 --strategies ddp,tensor,pipeline,hybrid,fsdp2
+python -m t5bench ledger --releases 0.18.2 --locate                   # a wrong cell: in which step and module
 python -m t5bench ledger --page docs                                  # writes this page
 ```
 
 The command needs uv. It installs nothing into your environment, keeps its own in `~/.cache/t5-parallelism/ledger`, and
-continues after an interruption. The launchers refuse a run whose strategy this page found wrong in its release, in
-a mode in which they train.
+continues after an interruption. Cells of a page that are not measured again stay on it. The launchers refuse a run
+whose strategy this page found wrong in its release, in a mode in which they train.
 """
 
 ISOLATED = """## Shown without this project
@@ -106,7 +107,8 @@ def sentence(cell: Cell) -> str:
     if cell["verdict"] != WRONG:
         return cell["sentence"]
     size = f"up to {cell['times']:,.0f} times the bound" if cell["times"] else "not a number"
-    return f"from iteration {cell['iteration']} on the {cell['quantity']} differs, {size}"
+    where = f"; first in {cell['where']}" if cell.get("where") else ""
+    return f"from iteration {cell['iteration']} on the {cell['quantity']} differs, {size}{where}"
 
 
 def matrix(cells: Sequence[Cell]) -> list[tuple[str, Mode, list[Cell | None]]]:
@@ -141,35 +143,52 @@ def sections(cells: Sequence[Cell]) -> list[tuple[str, list[Cell]]]:
     return [*made, ("Releases of PyTorch, native engine", alone)] if alone else made
 
 
-def faults(cells: Sequence[Cell]) -> list[tuple[str, Mode, str, list[str], str]]:
-    """Cells that are not right, consecutive releases with the same sentence together: strategy, mode, verdict,
-    releases, sentence."""
-    merged: list[tuple[str, Mode, str, list[str], str]] = []
+@dataclass(frozen=True)
+class Fault:
+    """Cells that are not right: consecutive releases of which the same was measured."""
+
+    strategy: str
+    mode: Mode
+    verdict: str
+    said: str
+    """What was measured, in words."""
+    releases: tuple[str, ...]
+
+    @property
+    def changes(self) -> list[Change]:
+        """Those upstream that explain it in all of its releases."""
+        if self.verdict != WRONG:
+            return []
+        return [
+            change
+            for change in CHANGES
+            if all(change.concerns(release, self.strategy, self.mode) for release in self.releases)
+        ]
+
+    @property
+    def words(self) -> list[str]:
+        return [NAMES[self.strategy], self.mode.name, self.verdict, ", ".join(self.releases), self.said]
+
+
+def faults(cells: Sequence[Cell]) -> list[Fault]:
+    merged: list[Fault] = []
     for strategy, mode, row in matrix(cells):
         for cell in row:
             if cell is None or cell["verdict"] == RIGHT:
                 continue
-            said = sentence(cell)
+            fault = Fault(strategy, mode, cell["verdict"], sentence(cell), (cell["release"],))
             last = merged[-1] if merged else None
-            if last and last[:3] == (strategy, mode, cell["verdict"]) and last[4] == said:
-                last[3].append(cell["release"])
+            if last and replace(last, releases=fault.releases) == fault:
+                merged[-1] = replace(last, releases=(*last.releases, cell["release"]))
             else:
-                merged.append((strategy, mode, cell["verdict"], [cell["release"]], said))
+                merged.append(fault)
     return merged
 
 
-def explaining(strategy: str, mode: Mode, verdict: str, releases: Sequence[str]) -> list[Change]:
-    """The changes upstream that explain a fault in all of these releases."""
-    if verdict != WRONG:
-        return []
-    return [change for change in CHANGES if all(change.concerns(release, strategy, mode) for release in releases)]
-
-
-def upstream(strategy: str, mode: Mode, verdict: str, releases: Sequence[str]) -> str:
-    known = explaining(strategy, mode, verdict, releases)
-    if verdict == WRONG and not known:
+def upstream(fault: Fault) -> str:
+    if fault.verdict == WRONG and not fault.changes:
         return "no change upstream that we know of"
-    return "; ".join(f"{change.links}: {change.what}" for change in known)
+    return "; ".join(f"{change.links}: {change.what}" for change in fault.changes)
 
 
 def markdown(cells: Sequence[Cell]) -> str:
@@ -188,10 +207,7 @@ def markdown(cells: Sequence[Cell]) -> str:
         rows = [[NAMES[strategy], mode.name, *map(short, row)] for strategy, mode, row in matrix(own)]
         parts.append(tabulate(rows, header, tablefmt="github", disable_numparse=True) + "\n")
         parts.append("What is not right, and the change upstream that broke or mended it:\n")
-        lines = []
-        for strategy, mode, verdict, releases, said in faults(own):
-            explained = upstream(strategy, mode, verdict, releases)
-            lines.append([NAMES[strategy], mode.name, verdict, ", ".join(releases), said, explained])
+        lines = [[*fault.words, upstream(fault)] for fault in faults(own)]
         header = ["strategy", "mode", "verdict", "releases", "measured", "upstream"]
         parts.append(tabulate(lines, header, tablefmt="github", disable_numparse=True) + "\n")
     return "\n".join([*parts, ISOLATED])
@@ -224,11 +240,9 @@ def html_row(strategy: str, mode: Mode, row: Sequence[Cell | None]) -> str:
     return f"<tr>{''.join(columns)}</tr>"
 
 
-def html_fault(strategy: str, mode: Mode, verdict: str, releases: Sequence[str], said: str) -> str:
-    known = explaining(strategy, mode, verdict, releases)
-    links = [f"<a href='{ISSUES}/{pull}'>#{pull}</a>" for change in known for pull in change.pulls]
-    words = [NAMES[strategy], mode.name, verdict, ", ".join(releases), said]
-    columns = "".join(f"<td>{html.escape(word)}</td>" for word in words)
+def html_fault(fault: Fault) -> str:
+    links = [f"<a href='{ISSUES}/{pull}'>#{pull}</a>" for change in fault.changes for pull in change.pulls]
+    columns = "".join(f"<td>{html.escape(word)}</td>" for word in fault.words)
     return f"<tr>{columns}<td>{', '.join(links)}</td></tr>"
 
 
@@ -239,7 +253,7 @@ def page(cells: Sequence[Cell]) -> str:
         parts.append(f"<h2>{html.escape(title)}, on a CPU</h2>")
         rows = [html_row(*row) for row in matrix(own)]
         parts.append(html_table(["strategy", "mode", *releases_of(own)], rows))
-        rows = [html_fault(*fault) for fault in faults(own)]
+        rows = [html_fault(fault) for fault in faults(own)]
         parts.append(html_table(["strategy", "mode", "verdict", "releases", "measured", "upstream"], rows))
     return (
         f"<!doctype html>\n<html lang='en'><head><meta charset='utf-8'><title>{TITLE}</title><style>{STYLE}</style>"

@@ -24,15 +24,20 @@ from t5bench.text import guard_streams
 SECONDS_BETWEEN_LOOKS = 0.05
 
 
-def import_all(tokenizer: str, *, with_deepspeed: bool) -> dict[str, str]:
-    """Imports what the cells need; the versions."""
+def import_torch() -> dict[str, str]:
+    """Imports it; the versions."""
     os.environ["DS_ACCELERATOR"] = "cpu"
     leave_out_compiler()
     import torch
     import torch._dynamo
 
     torch.set_num_threads(1)
-    versions = {"torch": torch.__version__, "python": sys.version.split()[0]}
+    return {"torch": torch.__version__, "python": sys.version.split()[0]}
+
+
+def import_rest(tokenizer: str, *, with_deepspeed: bool) -> dict[str, str]:
+    """Imports what else the cells need; DeepSpeed's version."""
+    versions = {}
     if with_deepspeed:
         import_deepspeed()
         import deepspeed
@@ -123,12 +128,15 @@ def main() -> None:
     def answer(of: dict[str, Any]) -> None:
         print(json.dumps(of), file=answers, flush=True)
 
+    versions: dict[str, str] = {}
     try:
-        answer(import_all(sys.argv[1], with_deepspeed="deepspeed" in sys.argv[2:]))
+        versions = import_torch()
+        versions |= import_rest(sys.argv[1], with_deepspeed="deepspeed" in sys.argv[2:])
     except Exception as error:
         traceback.print_exc()
-        answer({"failed": f"{type(error).__name__}: {error}"})
+        answer(versions | {"failed": f"{type(error).__name__}: {error}"})
         return
+    answer(versions)
     for line in sys.stdin:
         answer(run_cell(json.loads(line)))
 

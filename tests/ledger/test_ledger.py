@@ -101,6 +101,27 @@ CELLS = [
 ]
 
 
+def test_a_wrong_cell_says_where_it_first_differs(tmp_path):
+    place = "iteration 1, gradient reduced over the ranks, lm_head.bias, ranks 0, 1"
+    wrong = {"iteration": 1, "quantity": "gradient norm", "times": 70000.0}
+    located = [cell("0.18.1", WRONG, **wrong, where=place), cell("0.18.2", WRONG, **wrong, where=place)]
+    tables.write(tmp_path, [*located, cell("0.18.3", WRONG, **wrong)])
+    text, page = (tmp_path / "ledger.md").read_text(), (tmp_path / "ledger.html").read_text()
+    assert (
+        f"| 0.18.1, 0.18.2 | from iteration 1 on the gradient norm differs, up to 70,000 times the bound; first in {place}"
+        in " ".join(text.split())
+    )
+    assert f"first in {place}" in page
+
+
+def test_a_page_keeps_the_cells_that_are_not_measured_again(tmp_path):
+    tables.write(tmp_path, CELLS)
+    kept = command.read_page(tmp_path)
+    assert list(kept.values()) == CELLS
+    assert kept["2.13.0+cpu", "0.18.3", "zero2", "fp32"]["verdict"] == RIGHT
+    assert command.read_page(tmp_path / "nothing") == {}
+
+
 def test_launchers_and_the_picture_leave_out_options_that_no_launcher_sets(tmp_path):
     option = cell("0.18.2", WRONG, "zero3", "all-reduce fetch", iteration=1, quantity="loss", times=9.0)
     tables.write(tmp_path, [option, cell("0.18.2", RIGHT, "zero3")])
@@ -185,17 +206,17 @@ def run_ledger(
 
 @pytest.mark.long
 def test_a_release_with_a_planted_mistake_is_found_and_the_installed_one_is_not_accused(tmp_path):
-    """Gradients of 1 % too little in a copy of the installed release, which is right without it."""
+    """A loss of 1 % too little in a copy of the installed release, which is right without it."""
     (installed,) = find_spec("deepspeed").submodule_search_locations
     shutil.copytree(installed, tmp_path / "changed" / "deepspeed", ignore=shutil.ignore_patterns("__pycache__"))
     engine = tmp_path / "changed" / "deepspeed" / "runtime" / "engine.py"
-    text, right = engine.read_text(), "return grad / self.gradient_accumulation_steps()"
+    text, right = engine.read_text(), "loss / self.gradient_accumulation_steps() if scale_wrt_gas"
     assert text.count(right) == 1
-    engine.write_text(text.replace(right, f"{right} / 1.01"))
+    engine.write_text(text.replace(right, right.replace("()", "() / 1.01")))
     (tmp_path / "nothing").mkdir()
     few = ("--strategies", "zero2,zero3", "--modes", "fp32")
     honest = run_ledger(tmp_path / "output", tmp_path / "nothing", "--releases", "0.0.1", *few)
-    changed = run_ledger(tmp_path / "output", tmp_path / "changed", "--releases", "0.0.2", *few)
+    changed = run_ledger(tmp_path / "output", tmp_path / "changed", "--releases", "0.0.2", *few, "--locate")
     assert honest.returncode == changed.returncode == 0, honest.stderr + changed.stderr
     cells = json.loads((tmp_path / "output" / "ledger.json").read_text())["cells"]
     verdicts = {(one["release"], one["strategy"]): one for one in cells}
@@ -204,6 +225,8 @@ def test_a_release_with_a_planted_mistake_is_found_and_the_installed_one_is_not_
         wrong = verdicts["0.0.2", name]
         assert (wrong["verdict"], wrong["iteration"], wrong["quantity"]) == (WRONG, 1, "gradient norm")
         assert wrong["times"] > 100
+        assert wrong["where"].startswith("iteration 1, backward pass, ") and wrong["where"].endswith("ranks 0, 1")
+    assert verdicts["0.0.1", "zero2"]["where"] == ""
     again = run_ledger(tmp_path / "output", tmp_path / "nothing", "--releases", "0.0.1", *few)
     assert again.stderr.count("right (known)") == 2, again.stderr
 
