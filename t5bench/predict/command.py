@@ -313,6 +313,28 @@ def show(entries: Sequence[Entry], refused: Mapping[str, str]) -> None:
         print("No times: the speed of this CPU is unknown. --calibrate RUN measures it from a run.")
     elif first.slower != 1:
         print(f"Calibrated: everything takes {first.slower:.3g} times as long as the device's figures say.")
+    for sentence in regrets(entries):
+        print(sentence)
+
+
+def regrets(entries: Sequence[Entry]) -> list[str]:
+    """How much slower the run that the model names is than the fastest measured one; a sentence for each number of
+    processes and batch of which two or more runs have a measured and a predicted time."""
+    alike: dict[tuple[int, int], list[Entry]] = {}
+    for entry in entries:
+        if "seconds" in entry.compared():
+            job = entry.prediction.job
+            alike.setdefault((job.parallel.world, job.global_batch), []).append(entry)
+    sentences = []
+    for (world, _), own in alike.items():
+        if len(own) < 2:
+            continue
+        named = min(own, key=lambda entry: entry.compared()["seconds"][1])
+        fastest = min(own, key=lambda entry: entry.compared()["seconds"][0])
+        slower = named.compared()["seconds"][0] / fastest.compared()["seconds"][0] - 1
+        regret = "the fastest measured" if named is fastest else f"{slower:.1%} slower than {fastest.prediction.name}"
+        sentences.append(f"Of {len(own)} runs in {world} processes the model names {named.prediction.name}: {regret}.")
+    return sentences
 
 
 def range_text(interval: tuple[float, float] | None, unit: float = 1.0) -> str:

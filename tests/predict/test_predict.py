@@ -334,3 +334,16 @@ def test_a_commands_former_name_works_and_says_the_new_one(capsys: pytest.Captur
     said = capsys.readouterr()
     assert f"usage: python -m t5bench {name} " in said.out
     assert f"{former} is now called {name}" in said.err
+
+
+def test_the_regret_of_the_named_run(tmp_path, capsys):
+    """How much slower it was than the fastest one measured."""
+    ddp = make_run(tmp_path / "ddp", "ddp", nodes=2, gpu="NVIDIA A100-SXM4-80GB")
+    slow = make_run(tmp_path / "zero2", "zero2", nodes=2, gpu="NVIDIA A100-SXM4-80GB", elapsed_ms=[200.0] * 30)
+    fast = make_run(tmp_path / "fast" / "zero2", "zero2", nodes=2, gpu="NVIDIA A100-SXM4-80GB", elapsed_ms=[80.0] * 30)
+    batch = {"GLOBAL_BATCH_SIZE": "64"}
+    larger = make_run(tmp_path / "larger", "ddp", nodes=2, gpu="NVIDIA A100-SXM4-80GB", settings=batch)
+    as_named = t5bench(capsys, "predict", ddp, slow, "--link", 10)[1]
+    assert "Of 2 runs in 2 processes the model names " in as_named and "/ddp: the fastest measured." in as_named
+    assert "/ddp: 25.0% slower than fast/zero2." in t5bench(capsys, "predict", ddp, fast, larger, "--link", 10)[1]
+    assert "the model names" not in t5bench(capsys, "predict", ddp, larger, "--link", 10)[1]
