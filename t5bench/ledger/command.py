@@ -350,10 +350,15 @@ def read_cells(path: Path) -> dict[tuple[str, ...], Cell]:
 
 
 def read_page(directory: Path) -> dict[tuple[str, ...], dict[str, Any]]:
-    """The cells of a page that was written before, by (torch, release, strategy, mode)."""
+    """The cells of a page that was written before, by (torch, release, strategy, mode). Raises Problem."""
     path = directory / "ledger.json"
-    cells = json.loads(path.read_text())["cells"] if path.exists() else []
-    return {(cell["torch"], cell["release"], cell["strategy"], cell["mode"]): cell for cell in cells}
+    if not path.exists():
+        return {}
+    try:
+        cells = json.loads(path.read_text())["cells"]
+        return {(cell["torch"], cell["release"], cell["strategy"], cell["mode"]): cell for cell in cells}
+    except (ValueError, KeyError, TypeError) as error:
+        raise Problem(f"{path} is no ledger: {error}", "Move it away, or name another --page") from error
 
 
 def wanted_cells(strategies: Iterable[str], modes: Iterable[str]) -> Iterator[tuple[str, Mode]]:
@@ -483,6 +488,7 @@ def run(args: argparse.Namespace) -> int:
     if args.cards:
         return write_cards(args.cards, args.page or args.output)
     wanted = columns(args)
+    kept = read_page(args.page) if args.page else {}
     output = args.output.resolve()
     data = prepare_data(output / "data")
     ledger = Ledger(read_plans(output, data), output, args.limit)
@@ -499,7 +505,6 @@ def run(args: argparse.Namespace) -> int:
     known = read_cells(output / "cells.jsonl")
     measured = {key: asdict(cell) for key, cell in known.items() if cell.code == code}
     page = args.page or output
-    kept = read_page(page) if args.page else {}
     cells = list((kept | measured).values())
     tables.write(page, cells)
     note(f"the table: {page / 'ledger.md'}; also as .html, .svg and .json")

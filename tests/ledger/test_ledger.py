@@ -118,6 +118,8 @@ def test_a_page_keeps_the_cells_that_are_not_measured_again(tmp_path):
     assert list(kept.values()) == CELLS
     assert kept["2.13.0+cpu", "0.18.3", "zero2", "fp32"]["verdict"] == RIGHT
     assert command.read_page(tmp_path / "nothing") == {}
+    (tmp_path / "ledger.json").write_text("[1]")
+    assert main(["ledger", "--page", str(tmp_path)]) == 2
 
 
 def test_launchers_and_the_picture_leave_out_options_that_no_launcher_sets(tmp_path):
