@@ -44,7 +44,7 @@ LEAST_NETWORK = 27.0
 LARGEST_CLOCK_DIFFERENCE = 1.0  # seconds
 RED = "\033[31m"
 PLAIN = "\033[0m"
-SPEED = "{gbit:.3g} Gbit/s, {us:.0f} us"
+SPEED = "{gbit:.3g} Gbit/s, {us:.0f} us, {us_computing:.0f} while computing"
 UNKNOWN = Cell("-")
 ABSENT = ("none", UNKNOWN.text)
 # Rows of the probe that say something about one node alone.

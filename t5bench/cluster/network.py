@@ -2,8 +2,9 @@
 
 MASTER_ADDR, MASTER_PORT and RANK are torch's own variables, HOSTS are the ranks' names, argv[1] is the time limit in
 seconds. Rank 0 prints a JSON object: ``backend``, and for each other rank (``pairs``) and for all (``together``) the
-bandwidth in Gbit/s and the latency of a message in microseconds. A rank that fails prints ``{"error": TEXT}``, which
-begins with what it was doing.
+bandwidth in Gbit/s and the latency of a message in microseconds: between ranks that only wait for it (``us``), and
+between ranks that compute before each message (``us_computing``), which also wait for each other and, on a CPU, for
+its cores. A rank that fails prints ``{"error": TEXT}``, which begins with what it was doing.
 
 Bandwidth is 2 (n-1)/n bytes / seconds, what each node's link carries, as nccl-tests defines its bus bandwidth.
 """
@@ -16,14 +17,89 @@ import sys
 import threading
 import time
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 from t5bench.text import guard_streams
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
 
 # bytes
 FIRST = 2**20
 LARGEST = 64 * 2**20
 REPETITIONS = 5
+MESSAGE = 256 * 2**10  # of tensor parallelism in a small model
+MESSAGES = 40
+COMPUTING_SECONDS = 0.004  # before each of them, as a layer of a small model
 doing = ["importing torch"]  # now: the last one
+
+
+class Meter:
+    """Measures all-reduces between the ranks of a group. allowance: seconds for one measurement."""
+
+    def __init__(self, device: "torch.device", allowance: float) -> None:
+        import torch
+
+        self.device = device
+        self.allowance = allowance
+        self.square = torch.full((256, 256), 1e-3, device=device)
+        self.compute(10)
+        self.products = max(1, round(COMPUTING_SECONDS / (self.compute(50) / 50)))
+
+    def compute(self, products: int) -> float:
+        """The seconds that so many matrix products take."""
+        start = time.perf_counter()
+        for _ in range(products):
+            self.square @ self.square
+        self._synchronize()
+        return time.perf_counter() - start
+
+    def all_reduce(self, tensor: "torch.Tensor", group: "dist.ProcessGroup") -> float:
+        """The seconds that it takes."""
+        import torch.distributed as dist
+
+        start = time.perf_counter()
+        dist.all_reduce(tensor, group=group)
+        self._synchronize()
+        return time.perf_counter() - start
+
+    def _synchronize(self) -> None:
+        import torch
+
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def measure(self, group: "dist.ProcessGroup") -> dict[str, float]:
+        import torch
+        import torch.distributed as dist
+
+        members = dist.get_world_size(group)
+        steps = 2 * (members - 1)  # of a ring
+        one = torch.zeros(1, device=self.device)
+        for _ in range(5):
+            self.all_reduce(one, group)
+        latency = statistics.median(self.all_reduce(one, group) for _ in range(50)) / steps
+        probe = torch.zeros(FIRST // 4, device=self.device)
+        self.all_reduce(probe, group)
+        took = self.all_reduce(probe, group)
+        # Rank 0 decides how much data a slow network has to carry.
+        size = min(LARGEST, max(FIRST, int(FIRST * self.allowance / took / REPETITIONS)))
+        count = torch.tensor([size], device=self.device)
+        dist.broadcast(count, src=0, group=group)
+        payload = torch.zeros(int(count.item()) // 4, device=self.device)
+        times = [self.all_reduce(payload, group) for _ in range(REPETITIONS)]
+        share = steps / members
+        bytes_per_second = payload.numel() * 4 * share / statistics.median(times)
+        message = torch.zeros(MESSAGE // 4, device=self.device)
+        alone = statistics.median(self.compute(self.products) for _ in range(MESSAGES))
+        both = [self.compute(self.products) + self.all_reduce(message, group) for _ in range(MESSAGES)]
+        waiting = statistics.median(both) - alone - MESSAGE * share / bytes_per_second
+        return {
+            "gbit": bytes_per_second * 8 / 1e9,
+            "us": latency * 1e6,
+            "us_computing": max(latency, waiting / steps) * 1e6,
+        }
 
 
 def all_reduces(seconds: float) -> None:
@@ -50,38 +126,14 @@ def all_reduces(seconds: float) -> None:
     device = torch.device("cuda", 0) if backend == "nccl" else torch.device("cpu")
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
 
-    def timed(tensor: torch.Tensor, group: dist.ProcessGroup) -> float:
-        start = time.perf_counter()
-        dist.all_reduce(tensor, group=group)
-        if tensor.is_cuda:
-            torch.cuda.synchronize()
-        return time.perf_counter() - start
-
-    allowance = max(0.05, min(1.0, (deadline - time.monotonic() - 8) / size / 2))  # seconds for a measurement
-
-    def measure(group: dist.ProcessGroup) -> dict[str, float]:
-        members = dist.get_world_size(group)
-        one = torch.zeros(1, device=device)
-        for _ in range(5):
-            timed(one, group)
-        latency = statistics.median(timed(one, group) for _ in range(50)) / (2 * (members - 1))  # a ring's messages
-        probe = torch.zeros(FIRST // 4, device=device)
-        timed(probe, group)
-        took = timed(probe, group)
-        # Rank 0 decides how much data a slow network has to carry.
-        count = torch.tensor([min(LARGEST, max(FIRST, int(FIRST * allowance / took / REPETITIONS)))], device=device)
-        dist.broadcast(count, src=0, group=group)
-        payload = torch.zeros(int(count.item()) // 4, device=device)
-        times = [timed(payload, group) for _ in range(REPETITIONS)]
-        carried = payload.numel() * 4 * 2 * (members - 1) / members
-        return {"gbit": carried * 8 / statistics.median(times) / 1e9, "us": latency * 1e6}
-
+    allowance = max(0.05, min(1.0, (deadline - time.monotonic() - 8) / size / 2))
+    meter = Meter(device, allowance)
     groups = {other: dist.new_group([0, other]) for other in range(1, size)}
-    pairs = {other: measure(group) for other, group in groups.items() if rank in (0, other)}
-    together = measure(dist.group.WORLD) if size > 2 else None
+    pairs = {other: meter.measure(group) for other, group in groups.items() if rank in (0, other)}
+    together = meter.measure(dist.group.WORLD) if size > 2 else None
     if rank == 0:
         print(json.dumps({"backend": backend, "pairs": pairs, "together": together}), flush=True)
-    timed(torch.zeros(1, device=device), dist.group.WORLD)  # none leaves before the last has measured
+    meter.all_reduce(torch.zeros(1, device=device), dist.group.WORLD)  # none leaves before the last has measured
     dist.destroy_process_group()
 
 

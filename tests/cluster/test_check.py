@@ -319,8 +319,12 @@ def test_all_checks_pass_and_the_network_is_measured(cluster: Cluster, checkout:
     assert report.rows["network"][0] == "master"
     # A shaped link carries 200 Mbit/s each way, less headers; the other is not shaped.
     # A busy machine may make either slower.
-    shaped, other = (float(cell.removesuffix(" us").split(" Gbit/s, ")[0]) for cell in report.rows["network"][1:])
+    measured = [
+        re.fullmatch(r"(.+) Gbit/s, (\d+) us, (\d+) while computing", cell) for cell in report.rows["network"][1:]
+    ]
+    shaped, other = (float(found[1]) for found in measured)
     assert 0.05 < shaped < 0.21 < other and "All 3 together" in report.text
+    assert all(0 < int(found[2]) <= int(found[3]) for found in measured)
 
 
 def test_ctrl_c(cluster: Cluster, project: Project, suspended: str):
