@@ -48,24 +48,24 @@ FLAGS: list[Flag] = [
         "--pipeline-schedule",
         SCHEDULES,
         ONE_F_ONE_B,
-        "in which order stages take micro-batches (this engine's own flag)",
+        "order in which stages take micro-batches (this engine's own flag)",
     ),
-    ("--virtual-pipeline-stages", positive, 1, "parts of the model on each stage (this engine's own flag)"),
-    ("--fsdp2", bool, False, "divide parameters, gradients and optimizer states by FSDP2 (this engine's own flag)"),
-    ("--fsdp2-keep-parameters", bool, False, "gather parameters once an iteration, and keep them until its end"),
-    ("--fsdp2-shard-size", int, 0, "processes that share one copy of the states; 0: all data-parallel ones"),
+    ("--virtual-pipeline-stages", positive, 1, "model parts per stage (this engine's own flag)"),
+    ("--fsdp2", bool, False, "shard parameters, gradients and optimizer states with FSDP2 (this engine's own flag)"),
+    ("--fsdp2-keep-parameters", bool, False, "gather parameters once per iteration and keep them until its end"),
+    ("--fsdp2-shard-size", int, 0, "processes that share one copy of the states; 0: all data-parallel processes"),
     ("--hidden-size", positive, REQUIRED, "hidden dimension"),
     ("--num-attention-heads", positive, REQUIRED, "attention heads"),
-    ("--kv-channels", positive, None, "dimension of a head (default: hidden size / heads)"),
+    ("--kv-channels", positive, None, "dimension per head (default: hidden size / heads)"),
     ("--ffn-hidden-size", positive, REQUIRED, "feed-forward dimension"),
-    ("--max-position-embeddings", positive, REQUIRED, "positions that have an embedding"),
+    ("--max-position-embeddings", positive, REQUIRED, "number of position embeddings"),
     ("--attention-dropout", float, 0.1, "dropout of attention weights"),
     ("--hidden-dropout", float, 0.1, "dropout of hidden states"),
-    ("--no-bias-gelu-fusion", bool, False, "exact GELU; without it the tanh form, as in Megatron's fused kernel"),
+    ("--no-bias-gelu-fusion", bool, False, "exact GELU instead of the tanh form of Megatron's fused kernel"),
     ("--init-method-std", float, 0.02, "standard deviation of initial weights"),
-    ("--micro-batch-size", positive, REQUIRED, "samples of one forward pass on one data-parallel rank"),
-    ("--global-batch-size", positive, REQUIRED, "samples of one iteration"),
-    ("--train-iters", positive, REQUIRED, "iterations in all"),
+    ("--micro-batch-size", positive, REQUIRED, "samples per forward pass on a data-parallel rank"),
+    ("--global-batch-size", positive, REQUIRED, "samples per iteration"),
+    ("--train-iters", positive, REQUIRED, "number of iterations"),
     ("--skip-train", bool, False, "only evaluate the checkpoint of --load"),
     ("--exit-interval", positive, None, "stop (and save) after an iteration divisible by this"),
     ("--lr", float, REQUIRED, "peak learning rate"),
@@ -76,8 +76,8 @@ FLAGS: list[Flag] = [
     ("--adam-beta1", float, 0.9, "AdamW's decay of the gradient average"),
     ("--adam-beta2", float, 0.999, "AdamW's decay of the squared-gradient average"),
     ("--adam-eps", float, 1e-8, "AdamW's epsilon"),
-    ("--clip-grad", float, 1.0, "largest global gradient norm; 0 does not clip"),
-    ("--recompute-granularity", ("selective", "full"), None, "recompute attention, or whole layers, in backward"),
+    ("--clip-grad", float, 1.0, "largest global gradient norm; 0 turns clipping off"),
+    ("--recompute-granularity", ("selective", "full"), None, "recompute attention or layers in the backward pass"),
     ("--recompute-method", ("uniform",), None, "no effect: comes with --recompute-granularity full"),
     ("--recompute-num-layers", int, None, "no effect: each layer is recomputed alone"),
     ("--seed", positive, 1234, "seed of weights, data order and dropout"),
@@ -90,32 +90,32 @@ FLAGS: list[Flag] = [
     ("--make-vocab-size-divisible-by", positive, 128, "the vocabulary is padded to a multiple of this times TP"),
     ("--log-interval", positive, 100, "iterations between log lines"),
     ("--eval-interval", positive, 1000, "iterations between evaluations"),
-    ("--eval-iters", int, 100, "batches of one evaluation; 0 turns it off"),
+    ("--eval-iters", int, 100, "batches per evaluation; 0 turns evaluation off"),
     ("--distributed-backend", ("nccl", "gloo"), "nccl", "nccl runs on GPUs, gloo on CPUs"),
-    ("--share-gpus", bool, False, "processes of a node share its GPUs; over gloo (this engine's own flag)"),
+    ("--share-gpus", bool, False, "let processes of a node share its GPUs, over gloo (this engine's own flag)"),
     ("--distributed-timeout-minutes", positive, 10, "minutes after which a stuck collective ends the run"),
     ("--tensorboard-dir", str, None, "directory of TensorBoard events"),
-    ("--tensorboard-log-interval", positive, 1, "no effect: every iteration is written, together with the log line"),
+    ("--tensorboard-log-interval", positive, 1, "no effect: every iteration is written when the log line is"),
     ("--wandb-project", str, "", "W&B project; without one nothing goes to W&B"),
     ("--wandb-exp-name", str, "", "W&B run name"),
     ("--wandb-save-dir", str, "", "directory of W&B's local files"),
-    ("--trace", bool, False, "write what each module computes to trace/ beside --tensorboard-dir; slow"),
+    ("--trace", bool, False, "record what each module computes, in trace/ beside --tensorboard-dir; slow"),
     ("--save", str, None, "directory of checkpoints"),
     ("--save-interval", positive, None, "iterations between checkpoints"),
     ("--load", str, None, "directory of checkpoints to continue from"),
     ("--deepspeed", bool, False, "train with DeepSpeed's ZeRO"),
     ("--deepspeed_config", str, None, "DeepSpeed's JSON"),
-    ("--zero-stage", int, None, "no effect: the JSON has the stage"),
+    ("--zero-stage", int, None, "no effect: the JSON sets the stage"),
     ("--zero-reduce-once", bool, False, "reduce ZeRO-2's and 3's gradients once an iteration (this engine's own flag)"),
     ("--layout-independent-init", bool, False, "no effect: every layout always starts from the same weights"),
-    ("--cpu-optimizer", bool, False, "no effect: the JSON says what is offloaded; PyTorch's AdamW updates it"),
+    ("--cpu-optimizer", bool, False, "no effect: the JSON sets what is offloaded; PyTorch's AdamW updates it"),
     ("--no-pipeline-parallel", bool, False, "no effect: this engine has no ZeRO with pipelines"),
     ("--DDP-impl", str, "local", "no effect: data parallelism is PyTorch's DDP"),
     ("--use-flash-attn-v2", bool, False, "no effect: PyTorch picks the fastest attention, including flash"),
     ("--no-masked-softmax-fusion", bool, False, "no effect: softmax is part of PyTorch's fused attention"),
-    ("--no-bias-dropout-fusion", bool, False, "no effect: --compile fuses"),
-    ("--no-gradient-accumulation-fusion", bool, False, "no effect: there is no such fusion"),
-    ("--fp16", bool, False, "refused: there is no loss scaling here"),
+    ("--no-bias-dropout-fusion", bool, False, "no effect: use --compile to fuse operators"),
+    ("--no-gradient-accumulation-fusion", bool, False, "no effect: this engine has no such fusion"),
+    ("--fp16", bool, False, "refused: this engine has no loss scaling"),
     ("--initial-loss-scale", float, None, "no effect: comes with --fp16"),
 ]
 FLAGS_OF: dict[str, list[Flag]] = {
@@ -126,7 +126,7 @@ FLAGS_OF: dict[str, list[Flag]] = {
         ("--encoder-seq-length", positive, REQUIRED, "encoder input length"),
         ("--decoder-seq-length", positive, REQUIRED, "decoder output length"),
         ("--mask-prob", float, 0.15, "share of tokens in corrupted spans"),
-        ("--short-seq-prob", float, 0.1, "share of samples cut shorter"),
+        ("--short-seq-prob", float, 0.1, "share of samples that are shortened"),
         ("--tokenizer-type", ("HFTokenizer",), "HFTokenizer", "the only supported type"),
         ("--tokenizer-model", str, REQUIRED, "Hugging Face name or directory"),
     ],
@@ -134,9 +134,9 @@ FLAGS_OF: dict[str, list[Flag]] = {
         ("--num-layers", positive, REQUIRED, "depth"),
         ("--seq-length", positive, REQUIRED, "sequence length"),
         ("--tokenizer-type", ("GPT2BPETokenizer", "HFTokenizer"), "GPT2BPETokenizer", "GPT-2's own or Hugging Face's"),
-        ("--tokenizer-model", str, None, "Hugging Face name or directory, of an HFTokenizer"),
-        ("--vocab-file", str, None, "vocabulary of a GPT2BPETokenizer"),
-        ("--merge-file", str, None, "no effect: the data have token ids"),
+        ("--tokenizer-model", str, None, "Hugging Face name or directory, for HFTokenizer"),
+        ("--vocab-file", str, None, "vocabulary file, for GPT2BPETokenizer"),
+        ("--merge-file", str, None, "no effect: the data are already token ids"),
     ],
 }
 
@@ -254,11 +254,11 @@ def check_schedule(args: argparse.Namespace) -> None:
 def check_trace(args: argparse.Namespace) -> None:
     """Raises Problem if the run cannot be traced as asked."""
     if args.trace and not args.tensorboard_dir:
-        raise Problem("--trace writes beside --tensorboard-dir, which is not given", "Give one")
+        raise Problem("--trace needs --tensorboard-dir: it writes beside it", "Give --tensorboard-dir")
     if args.trace and args.virtual_pipeline_stages > 1:
         raise Problem("--trace cannot follow the interleaved schedule", "Choose another --pipeline-schedule")
     if args.trace and args.load:
-        raise Problem("--trace follows the optimizer from the first iteration, but --load continues", "Leave one out")
+        raise Problem("--trace must see the first iteration, but --load resumes a run", "Leave one of them out")
 
 
 def check_fsdp2(args: argparse.Namespace) -> None:
@@ -309,7 +309,7 @@ def check_compile(args: argparse.Namespace, zero_stage: int) -> None:
         found = "--compile does not work with ZeRO-3, whose hooks between the layers cannot be compiled"
         raise Problem(found, "Leave it out")
     if args.compile and args.trace:
-        raise Problem("--trace watches modules, which --compile puts together", "Leave one of them out")
+        raise Problem("--trace records each module, but --compile fuses them", "Leave one of them out")
     if args.compile and (args.fsdp2 or args.recompute_granularity or args.sequence_parallel):
         other = "--fsdp2" if args.fsdp2 else "--recompute-granularity"
         if args.sequence_parallel:
