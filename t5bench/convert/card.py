@@ -42,11 +42,11 @@ def model_card(model: TrainedModel) -> str:
         "Weights": f"of iteration {model.iteration}, {str(model.dtype).removeprefix('torch.')},"
         " as the engine computes with them",
     }
-    facts |= recorded_facts(model.record) if model.record else {"Training": "no record of it is here"}
+    facts |= recorded_facts(model.record) if model.record else {"Training": "not recorded"}
     rows = "\n".join(f"| {name} | {value} |" for name, value in facts.items())
     header = f"---\nlibrary_name: transformers\npipeline_tag: {TASKS[family]}\n---\n"
     table = f"| | |\n|---|---|\n{rows}\n"
-    limits = "This is a benchmark's model: it was trained to compare ways of training, not to be used."
+    limits = "This model comes from a benchmark: it was trained to compare training strategies, not to be used."
     how = HOW_T5 if family == "t5" else HOW_GPT
     return f"{header}\n# {model.directory.resolve().name}\n\n{table}\n{limits}\n\n## Use\n\n{how}\n"
 

@@ -53,7 +53,7 @@ def read_checkpoint_file(path: Path) -> Any:
     """The content of a file; its tensors stay on disk until they are used. Raises Problem for a damaged file."""
     fault = damage(path)
     if fault:
-        raise Problem(f"{path} {fault}", "Copy the checkpoint's files of every node to this directory")
+        raise Problem(f"{path} {fault}", "Copy every node's checkpoint files to this directory")
     with zipfile.ZipFile(path) as archive:
         if any(Path(name).name == TORCHSCRIPT_MARK for name in archive.namelist()):
             raise Problem(f"{path} is a TorchScript program, not a checkpoint", "Do not load files from strangers")

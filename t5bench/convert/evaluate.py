@@ -28,10 +28,10 @@ MOST_PERPLEXITY = math.exp(700)
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
     parser.add_argument("--data", metavar="PREFIX", help="<prefix>.bin and .idx (default: where the run had them)")
-    parser.add_argument("--samples", type=int, metavar="N", help="of a T5's validation (default: as the run)")
+    parser.add_argument("--samples", type=int, metavar="N", help="a T5's validation samples (default: the run's)")
     parser.add_argument("--wikitext", type=Path, metavar="FILE", help="word perplexity on WikiText: text or .parquet")
     parser.add_argument("--lambada", type=Path, metavar="FILE", help="accuracy of last words: .jsonl or .parquet")
-    parser.add_argument("--stride", type=int, metavar="N", help="tokens scored at a time (default: as many as fit)")
+    parser.add_argument("--stride", type=int, metavar="N", help="tokens to score at a time (default: as many as fit)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -79,7 +79,7 @@ def validation(model: ExportedModel, plan: Plan, prefix: str, samples: int | Non
     first, end = split_documents(args.split, len(file.documents) - 1)[1]
     tokens = [token for number in range(first, end) for token in file[number].tolist()]
     if len(tokens) < 2:
-        raise Problem(f"{prefix} has no validation documents", "Give the run more documents, or another --split")
+        raise Problem(f"{prefix} has no validation documents", "Name a dataset with more documents: --data PREFIX")
     loss = total_loss(model, tokens, stride) / (len(tokens) - 1)
     return {"validation loss": loss, "validation perplexity": perplexity(loss), "validation tokens": len(tokens) - 1}
 
@@ -130,7 +130,7 @@ def t5_validation(model: ExportedModel, args: Namespace) -> dict[str, Any]:
             if len(losses) < wanted:
                 losses.append(micro_batch_loss(model, encoder, decoder, labels, vocabulary.pad))
     if len(losses) < wanted:
-        found = f"{args.samples} samples were asked for, and the validation documents give {len(losses)}"
+        found = f"{args.samples} samples were requested, but the validation documents yield only {len(losses)}"
         raise Problem(found, "Lower --samples")
     loss = sum(losses) / len(losses)
     samples = len(losses) * args.micro_batch_size

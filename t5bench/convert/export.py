@@ -32,7 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("output", type=Path, help="the new directory")
     parser.add_argument("--iteration", type=int, help="export this checkpoint (default: the newest intact one)")
     parser.add_argument("--tokenizer", type=Path, help="the tokenizer's directory (default: where the run had it)")
-    parser.add_argument("--max-shard-size", default=DEFAULT_SHARD, metavar="SIZE", help="of a file (default: 2GB)")
+    parser.add_argument(
+        "--max-shard-size", default=DEFAULT_SHARD, metavar="SIZE", help="largest weights file (default: 2GB)"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -104,7 +106,7 @@ def check_complete(pairs: Mapping[str, Twin], shapes: Mapping[str, torch.Size], 
     ]
     for what, names in problems:
         if names:
-            raise Problem(f"{what} {min(names)}", "Only models of the launchers' own settings can be converted")
+            raise Problem(f"{what} {min(names)}", "Only models that the launchers' settings describe can be converted")
 
 
 def write_weights(

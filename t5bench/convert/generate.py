@@ -20,14 +20,14 @@ from t5bench.text import visible
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
-    parser.add_argument("--prompt", action="append", default=[], help="a text; may be given several times")
-    parser.add_argument("--prompts", type=Path, metavar="FILE", help="a file with a prompt on each line; - reads them")
+    parser.add_argument("--prompt", action="append", default=[], help="a prompt; may be given several times")
+    parser.add_argument("--prompts", type=Path, metavar="FILE", help="a file, one prompt per line; - is standard input")
     parser.add_argument("--max-new-tokens", type=int, metavar="N", help="the longest answer (default: 64)")
-    parser.add_argument("--temperature", type=float, metavar="T", help="draw tokens; below 1: likely ones more often")
-    parser.add_argument("--top-k", type=int, metavar="K", help="draw from the K likeliest tokens")
-    parser.add_argument("--top-p", type=float, metavar="P", help="draw from the likeliest tokens that have this share")
-    parser.add_argument("--samples", type=int, default=1, metavar="N", help="draw so many answers to each prompt")
-    parser.add_argument("--seed", type=int, default=1234, help="of the drawing (default: 1234)")
+    parser.add_argument("--temperature", type=float, metavar="T", help="sample tokens; below 1 favours likely ones")
+    parser.add_argument("--top-k", type=int, metavar="K", help="sample from the K likeliest tokens")
+    parser.add_argument("--top-p", type=float, metavar="P", help="sample from the likeliest tokens of this total share")
+    parser.add_argument("--samples", type=int, default=1, metavar="N", help="answers to sample for each prompt")
+    parser.add_argument("--seed", type=int, default=1234, help="random seed of the sampling (default: 1234)")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -70,7 +70,7 @@ def generation_options(arguments: argparse.Namespace) -> dict[str, Any]:
         options["do_sample"] = True
         options.setdefault("top_k", 0)  # all tokens, where the library would take 50
     elif arguments.samples > 1:
-        raise Problem("--samples draws answers, but nothing says how", "Add --temperature 1, --top-k or --top-p")
+        raise Problem("--samples needs a way to sample", "Add --temperature 1, --top-k or --top-p")
     if arguments.max_new_tokens:
         options["max_new_tokens"] = arguments.max_new_tokens
     return options | {"num_return_sequences": arguments.samples}

@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, help="the new directory; the checkpoint will be in RUN/checkpoints")
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel size (default: 1)")
     parser.add_argument("--pp", type=int, default=1, help="pipeline-parallel size (default: 1)")
-    parser.add_argument("--precision", choices=DTYPES, default="bf16", help="of the training to come (default: bf16)")
+    parser.add_argument("--precision", choices=DTYPES, default="bf16", help="of the finetuning (default: bf16)")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -103,10 +103,12 @@ def read_config(directory: Path) -> Any:
         ),
     }
     if config.model_type == "blenderbot":
-        unknown["encoder and decoder have other heads"] = (
+        unknown["encoder and decoder differ in their number of heads"] = (
             config.encoder_attention_heads != config.decoder_attention_heads
         )
-        unknown["encoder and decoder have other feed-forwards"] = config.encoder_ffn_dim != config.decoder_ffn_dim
+        unknown["encoder and decoder differ in their feed-forward size"] = (
+            config.encoder_ffn_dim != config.decoder_ffn_dim
+        )
     for what, is_so in unknown.items():
         if is_so:
             raise Problem(f"the engine does not have the model in {directory}: {what}", remedy)

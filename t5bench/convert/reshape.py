@@ -31,11 +31,11 @@ NO_RECORD = "it was itself reshaped or imported, and has no record of its traini
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", type=Path, help="a run directory with checkpoints, with the files of all nodes")
+    parser.add_argument("run", type=Path, help="a run directory with checkpoints, including the files of all its nodes")
     parser.add_argument("--tp", type=int, default=1, help="new tensor-parallel size (default: 1)")
     parser.add_argument("--pp", type=int, default=1, help="new pipeline-parallel size (default: 1)")
-    parser.add_argument("--iteration", type=int, help="of the checkpoint (default: the newest that is intact)")
-    parser.add_argument("--output", type=Path, help="the new directory; default: RUN-tpN-ppM")
+    parser.add_argument("--iteration", type=int, help="reshape this checkpoint (default: the newest intact one)")
+    parser.add_argument("--output", type=Path, help="the new directory (default: RUN-tpN-ppM)")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 CARRIED = """Carried over: weights, the optimizer's states, and the iteration, which gives the next samples and rates.
-Begun anew: what dropout draws.
+Not carried over: dropout's random numbers.
 To continue, start a launcher without ZeRO of this layout, on any data-parallel size, with RESUME=1, this OUTPUT_DIR and
 the run's other settings."""
 

@@ -49,9 +49,9 @@ class Cut:
         other = args.swiglu or args.num_key_value_heads != sizes[0] or args.untie_embeddings_and_output_weights
         fits = tp > 0 and pp > 0 and not any(size % tp for size in sizes) and not (is_t5 and pp > 1 and pp % 2)
         if other or not fits or any(count % len(cut.stages(kind)) for kind, count in layers.items()):
-            remedy = "Heads, feed-forward size and layers must divide by them, and a T5's PP by 2"
-            remedy += "; gated layers, grouped queries and a head of its own are not supported"
-            raise Problem(f"the model cannot be cut for TP {tp} and PP {pp}", remedy)
+            remedy = "TP must divide the heads and the feed-forward size, PP the layers, and a T5's PP must be even"
+            remedy += "; gated layers, grouped queries and an untied head are not supported"
+            raise Problem(f"the model cannot be divided for TP {tp} and PP {pp}", remedy)
         return cut
 
     @classmethod
@@ -80,7 +80,7 @@ class Cut:
             layers = share(self.layers[match[2]], stages, stage)
             if int(match[3]) in layers:
                 return range(stage, stage + 1), f"{match[1]}.{layers.index(int(match[3]))}.{match[4]}"
-        raise Problem(f"the model has no layer of the name {name}")
+        raise Problem(f"the model has no layer named {name}")
 
     def whole_name(self, name: str, stage: int) -> str:
         """The name that a stage's parameter has in the whole model."""
@@ -191,7 +191,7 @@ def zero_states(folder: Path, rank: int) -> list[Mapping[str, Any]]:
     """Each data-parallel rank's part of ZeRO's states, of a tensor-parallel rank."""
     first = next(folder.glob(f"*zero_pp_rank_0_mp_rank_{rank:02d}_optim_states.pt"), None)
     if first is None:
-        raise Problem(f"{folder} lacks the states of rank 0", "Copy the files of every node to this directory")
+        raise Problem(f"{folder} lacks the states of rank 0", "Copy every node's files to this directory")
     count = read_checkpoint_file(first)["optimizer_state_dict"]["partition_count"]
     if isinstance(count, list):  # of every group of parameters
         count = count[0]

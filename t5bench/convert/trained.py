@@ -69,7 +69,7 @@ class TrainedModel:
         if plan.engine == "megatron":
             return cls._of_head(directory, iteration, folder, tokenizer, record)
         if not record.padded_vocab_size:
-            raise Problem(f"the record of {directory} does not say how many words the model has")
+            raise Problem(f"the record of {directory} does not say how large the model's vocabulary is")
         args = native_arguments(record)
         dtype = DTYPES[plan.precision]
         return cls(directory, plan.engine, iteration, folder, args, {}, record.architecture, dtype, tokenizer, record)
@@ -89,11 +89,11 @@ class TrainedModel:
     ) -> "TrainedModel":
         files = [*folder.glob("mp_rank_00*/*.pt"), *folder.glob("*mp_rank_00_model_states.pt")]
         if not files:
-            raise Problem(f"{folder} has no file of rank 0", "Copy the checkpoint's files of every node to it")
+            raise Problem(f"{folder} has no file of rank 0", "Copy every node's checkpoint files there")
         head = read_checkpoint_file(min(files))
         args = head["args"]
         if getattr(args, "virtual_pipeline_model_parallel_size", None):
-            raise Problem(f"{directory} was trained with several parts of the model on each stage", INTERLEAVED)
+            raise Problem(f"{directory} was trained with an interleaved pipeline", INTERLEAVED)
         architecture = Architecture.of_arguments(vars(args), args.padded_vocab_size)
         tokenizer = tokenizer or Path(args.tokenizer_model or Path(args.vocab_file).parent)
         return cls(
@@ -106,7 +106,7 @@ def native_arguments(record: Run) -> Namespace:
     plan = record.plan
     architecture = record.architecture
     if "virtual_pipeline_stages" in plan.named_arguments:
-        raise Problem(f"{record.directory} was trained with several parts of the model on each stage", INTERLEAVED)
+        raise Problem(f"{record.directory} was trained with an interleaved pipeline", INTERLEAVED)
     given = plan.named_arguments
     is_t5 = architecture.family == "t5"
     encoder_layers = architecture.encoder_layers if is_t5 else architecture.decoder_layers

@@ -82,7 +82,7 @@ def check(architecture: Architecture) -> None:
     }
     for what, is_so in lacks.items():
         if is_so:
-            remedy = "Only models of the launchers' own settings can be converted"
+            remedy = "Only models that the launchers' settings describe can be converted"
             raise Problem(f"the model has {what}, which GPT-2 and Blenderbot lack", remedy)
 
 

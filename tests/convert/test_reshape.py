@@ -106,7 +106,7 @@ def test_shards_of_zero3_and_of_the_pipeline_module_are_read(tmp_path: Path):
     [(3, 1, {}), (1, 5, {}), (1, 3, {}), (0, 1, {}), (4, 1, {"ffn_hidden_size": 30}), (1, 1, {"swiglu": True})],
 )  # fmt: skip
 def test_what_cannot_be_cut_is_refused(tp: int, pp: int, changes: dict[str, int]):
-    with pytest.raises(Problem, match=f"cannot be cut for TP {tp} and PP {pp}"):
+    with pytest.raises(Problem, match=f"cannot be divided for TP {tp} and PP {pp}"):
         Cut.of(arguments(True, **changes), tp, pp)
 
 
