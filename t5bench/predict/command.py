@@ -34,17 +34,19 @@ SETTINGS_PRESETS = ("tiny", "small", "base", "large")  # values of MODEL_PRESET
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", nargs="*", type=Path, help="run directories (default: the current settings)")
     add_machine(parser)
-    parser.add_argument("--calibrate", type=Path, metavar="RUN", help="take the machine's speed from this run")
-    link = "the link of that run (default: --link)"
+    parser.add_argument("--calibrate", type=Path, metavar="RUN", help="calibrate the machine's speed with this run")
+    link = "the link's speed in that run (default: --link)"
     parser.add_argument("--calibrate-link", type=at_least(1e-6, float), metavar="GBIT", help=link)
-    parser.add_argument("--check", type=Path, metavar="FILE", help="compare published measurements with the model")
-    widths = "compute how far predictions may be off from published measurements, and judge it by others"
+    parser.add_argument("--check", type=Path, metavar="FILE", help="compare the model with published measurements")
+    widths = "derive the 90 % intervals from published measurements, and test them on others"
     parser.add_argument("--intervals", action="store_true", help=widths)
     parser.add_argument("--published", action="store_true", help="print docs/published.md: two tutorials' figures")
     parser.add_argument(
-        "--schedule", action="store_true", help="draw when pipeline stages compute, beside GPipe's cost"
+        "--schedule", action="store_true", help="draw the pipeline schedule, and compare its cost with GPipe's"
     )
-    execute = "execute a step of the native engine without arithmetic and compare collectives and memory with the model"
+    execute = (
+        "execute the native engine's step without arithmetic, and compare its collectives and memory with the model"
+    )
     parser.add_argument("--execute", action="store_true", dest="executes", help=execute)
     gpus = "with --execute: this many GPUs"
     rank = "with --execute: this rank (default: the first of each stage)"
@@ -54,13 +56,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_machine(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="", help="a GPU's name, as in nvidia-smi or in this project")
-    link = "Gbit/s of a node (default: 10)"
-    latency = "microseconds between nodes (default: 40)"
+    link = "a node's link in Gbit/s (default: 10)"
+    latency = "latency between nodes in microseconds (default: 40)"
     parser.add_argument("--link", type=at_least(1e-6, float), default=10.0, metavar="GBIT", help=link)
     parser.add_argument("--latency", type=at_least(0, float), default=40.0, metavar="US", help=latency)
-    model = f"tiny, small, base or large, which are settings, or published dimensions: {' '.join(PRESETS)}"
+    model = f"a preset (tiny, small, base or large) or published dimensions: {' '.join(PRESETS)}"
     parser.add_argument("--model", help=model)
-    vocabulary = "tokens, before padding (default: the data's, else the model family's)"
+    vocabulary = "vocabulary size before padding (default: the data's, else the model family's)"
     parser.add_argument("--vocabulary", type=at_least(1), help=vocabulary)
     parser.add_argument("--json", action="store_true", help="for programs")
 
@@ -278,7 +280,7 @@ class Calibration:
         """Raises Problem where an entry is for another kind of device."""
         if any((entry.prediction.machine.device is CPU) != self.is_of_cpu for entry in entries):
             ran, other = ("CPUs", "GPUs") if self.is_of_cpu else ("GPUs", "CPUs")
-            raise Problem(f"{self.run} ran on {ran}, which says nothing of {other}", "Calibrate with another run")
+            raise Problem(f"{self.run} ran on {ran}, which says nothing about {other}", "Calibrate with another run")
 
 
 def calibration(args: argparse.Namespace) -> Calibration:
@@ -312,7 +314,7 @@ def show(entries: Sequence[Entry], refused: Mapping[str, str]) -> None:
     if first.slower is None:
         print("No times: the speed of this CPU is unknown. --calibrate RUN measures it from a run.")
     elif first.slower != 1:
-        print(f"Calibrated: everything takes {first.slower:.3g} times as long as the device's figures say.")
+        print(f"Calibrated: everything takes {first.slower:.3g} times as long as the device's data sheet implies.")
     for sentence in regrets(entries):
         print(sentence)
 

@@ -146,18 +146,18 @@ class Candidate(Prediction):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     whole = at_least(1)
-    parser.add_argument("--gpus", help="numbers of GPUs, separated by commas: 8,64,512,4096")
+    parser.add_argument("--gpus", help="one or more numbers of GPUs: 8,64,512,4096")
     add_machine(parser)
-    parser.add_argument("--per-node", type=whole, default=8, help="GPUs of a node (default: %(default)s)")
-    batch = "samples of an iteration (default: GLOBAL_BATCH_SIZE, as predict's, or as many as GPUs)"
+    parser.add_argument("--per-node", type=whole, default=8, help="GPUs per node (default: %(default)s)")
+    batch = "samples per iteration (default: GLOBAL_BATCH_SIZE, but at least one per GPU)"
     parser.add_argument("--global-batch", type=whole, help=batch)
-    tensor = "only this tensor-parallel size (default: TENSOR_PARALLEL_SIZE or TP_SIZE, else 1, 2, 4 and 8)"
+    tensor = "rank only this tensor-parallel size (default: TENSOR_PARALLEL_SIZE or TP_SIZE, else 1, 2, 4, 8)"
     parser.add_argument("--tp", type=whole, help=tensor)
-    pipeline = "only this number of pipeline stages (default: PIPELINE_PARALLEL_SIZE or PP_SIZE, else all that divide)"
+    pipeline = "rank only this number of stages (default: PIPELINE_PARALLEL_SIZE or PP_SIZE, else all that fit)"
     parser.add_argument("--pp", type=whole, help=pipeline)
-    parser.add_argument("--top", type=whole, default=8, help="rows of the first table (default: %(default)s)")
-    parser.add_argument("--picture", type=Path, help="memory against time, as .svg, .png or .pdf")
-    page = "write the planner as a page that works offline (default: layouts.html); the other options choose its start"
+    parser.add_argument("--top", type=whole, default=8, help="rows in the first table (default: %(default)s)")
+    parser.add_argument("--picture", type=Path, help="plot memory against time: a .svg, .png or .pdf file")
+    page = "write the planner as an offline page (default: layouts.html); the other options preset its inputs"
     parser.add_argument("--page", type=Path, nargs="?", const=Path("layouts.html"), metavar="FILE", help=page)
 
 
@@ -398,17 +398,17 @@ def losers(candidates: Sequence[Candidate]) -> Iterator[tuple[str, str]]:
         best_of_kind.setdefault(candidate.kind, candidate)
     for kind, best in best_of_kind.items():
         if kind != winner.kind:
-            untold = " (cannot be told apart)" if is_as_fast(best, winner) else ""
+            untold = " (too close to call)" if is_as_fast(best, winner) else ""
             yield kind, f"{_loss(best, winner)}: {best.title}{untold}"
 
 
 def _loss(best: Candidate, winner: Candidate) -> str:
     """Why a layout is not the winner: what of its iteration takes longer by the most."""
     if not best.fits:
-        return f"does not fit: at least {best.memory_bytes / GIB:.1f} GiB"
+        return f"does not fit: needs at least {best.memory_bytes / GIB:.1f} GiB"
     more = {part: seconds - winner.time.parts[part] for part, seconds in best.time.parts.items()}
     largest = max(more, key=lambda part: more[part])
-    reason = f", above all more {largest}" if more[largest] > 0 else ""
+    reason = f", mainly more {largest}" if more[largest] > 0 else ""
     return f"{best.seconds / winner.seconds:.2f}x the time{reason}"
 
 
@@ -455,7 +455,7 @@ def show(gpus: int, candidates: Sequence[Candidate], args: argparse.Namespace) -
     startable = [candidate for candidate in fitting if candidate.start]
     if startable:
         fastest = startable[0]
-        print(f"\nThe fastest that this harness can start, {fastest.title}:\n  {fastest.start}\n")
+        print(f"\nThe fastest that the launchers can start, {fastest.title}:\n  {fastest.start}\n")
 
 
 def mfu_text(candidate: Candidate) -> str:
@@ -468,8 +468,8 @@ def not_told_apart(candidates: Sequence[Candidate]) -> str:
     count = len(as_fast(candidates))
     share = f"{intervals.RATIO - 1:.0%}"
     if count == 1:
-        return f"No other layout comes within {share} of the fastest, so it can be told from all others."
-    return f"The first {count} cannot be told apart: ratios of times are certain to {share}, and these differ by less."
+        return f"The fastest is clear: no other layout comes within {share} of it."
+    return f"The first {count} are too close to call: predicted ratios are good to {share}, and these differ by less."
 
 
 def draw(ranked: Mapping[int, Sequence[Candidate]], path: Path, memory: int) -> None:

@@ -7,9 +7,9 @@ const INPUTS = [
   { name: "model", label: "Model", values: [...MODELS] },
   { name: "device", label: "GPU", values: [...DEVICES_BY_NAME] },
   { name: "gpus", label: "GPUs", values: powers(0, 12) },
-  { name: "perNode", label: "GPUs of a node", values: [1, 2, 4, 8, 16] },
-  { name: "link", label: "Gbit/s of a node", values: [1, 10, 25, 50, 100, 200, 400, 800, 1600, 3200] },
-  { name: "batch", label: "Samples of an iteration", values: powers(0, 13) },
+  { name: "perNode", label: "GPUs per node", values: [1, 2, 4, 8, 16] },
+  { name: "link", label: "Gbit/s per node", values: [1, 10, 25, 50, 100, 200, 400, 800, 1600, 3200] },
+  { name: "batch", label: "Samples per iteration", values: powers(0, 13) },
 ];
 const PARTS = {
   weights: ["weights"], gradients: ["gradients"], optimizer: ["optimizer"],
@@ -113,9 +113,9 @@ function show() {
   const fitting = candidates.filter((candidate) => candidate.fits);
   const front = new Set(predict$layouts$pareto(candidates));
   const [best] = fitting;
-  element("verdict").textContent = `${wanted.gpus} x ${wanted.device}: of ${candidates.length} layouts ${fitting.length} fit. `
-    + `The fastest is ${best.title}: ${short(best.seconds)} s an iteration.`;
-  element("ranking-note").textContent = `${predict$layouts$not_told_apart(candidates)} ` + "* on the Pareto front: no other is better in both memory and time. Choose a row to see more of it.";
+  element("verdict").textContent = `${wanted.gpus} x ${wanted.device}: ${fitting.length} of ${candidates.length} layouts fit. `
+    + `The fastest is ${best.title}: ${short(best.seconds)} s per iteration.`;
+  element("ranking-note").textContent = `${predict$layouts$not_told_apart(candidates)} ` + "* is on the Pareto front: no other layout is better in both memory and time. Choose a row for details.";
   const heads = ["layout", "s/iteration", "90 %", "samples/s", "TFLOP/s", "MFU", "GiB", "limited by", "front", "can run"];
   const rows = fitting.slice(0, TOP);
   const startable = fitting.find((candidate) => candidate.start);
@@ -187,9 +187,9 @@ function showMemory(candidates) {
 
 function showOne(candidate) {
   const { job, time } = candidate;
-  element("chosen").textContent = `${candidate.title}, TP/PP/DP ${py.str(job.parallel)}: ${short(candidate.seconds)} s an iteration, `
+  element("chosen").textContent = `${candidate.title}, TP/PP/DP ${py.str(job.parallel)}: ${short(candidate.seconds)} s per iteration, `
     + `${short(candidate.memory_bytes / GIB)} GiB (90 %: ${range(candidate.memory_interval, GIB)}), limited by ${candidate.limit}.`;
-  const line = candidate.start || `This harness cannot start it (${candidate.missing}).`;
+  const line = candidate.start || `The launchers cannot start it (${candidate.missing}).`;
   element("line").textContent = line;
   element("copy").disabled = !candidate.start;
   element("copied").textContent = "";
@@ -198,11 +198,11 @@ function showOne(candidate) {
   const parts = py.method("items", time.parts);
   fill(element("times"), ["seconds", ...parts.map(([name]) => name), "all"], [["", ...parts.map(([, value]) => short(value)), short(time.total)]]);
   const sent = candidate.node_bytes, busiest = Math.max(...sent);
-  element("sent").textContent = busiest ? `The busiest node sends ${short(busiest / 1e6)} MB to others in an iteration.` : "No bytes leave a node.";
+  element("sent").textContent = busiest ? `The busiest node sends ${short(busiest / 1e6)} MB to others per iteration.` : "No bytes leave a node.";
   const rows = model$traffic$rows(job).map((row) => [
     row.what, row.kind, row.group, String(row.stages.length), String(row.count), short(row.bytes / 1e6), row.when, row.overlap || "waits",
   ]);
-  fill(element("collectives"), ["what", "kind", "group", "stages", "count", "MB of one", "when", "hidden by"], rows);
+  fill(element("collectives"), ["what", "kind", "group", "stages", "count", "MB each", "when", "hidden by"], rows);
 }
 
 async function copy(text) {
@@ -232,7 +232,7 @@ function showSchedule(candidate) {
     drawing.append(make("rect", { x, y: slot.stage * (high + 4), width: wide, height: high, fill: colour, stroke: "var(--paper)" }, make("title", {}, text)));
     if (wide > 16 && high > 10) drawing.append(make("text", { x: x + wide / 2, y: slot.stage * (high + 4) + 15, "text-anchor": "middle", style: "fill: #fff; font-size: 11px" }, slot.micro_batch));
   }
-  element("schedule-note").textContent = `Blue: forward. Orange: backward. Empty: waiting. ${shown < all ? `The first ${shown} of ${all} micro-batches` : `Micro-batches: ${all}`}, without what stages wait for collectives.`;
+  element("schedule-note").textContent = `Blue: forward. Orange: backward. Empty: waiting. ${shown < all ? `The first ${shown} of ${all} micro-batches` : `Micro-batches: ${all}`}, not counting waits for collectives.`;
   element("schedule").replaceChildren(drawing);
 }
 

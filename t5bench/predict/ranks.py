@@ -39,10 +39,10 @@ def at_least(least: float, kind: type = int) -> Callable[[str], float]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, kind in (("tp", "tensor"), ("pp", "pipeline"), ("dp", "data")):
         parser.add_argument(f"--{name}", type=at_least(1), default=1, help=f"{kind}-parallel size")
-    parser.add_argument("--per-node", type=at_least(1), help="GPUs of a node (default: all ranks on two nodes)")
+    parser.add_argument("--per-node", type=at_least(1), help="GPUs per node (default: all ranks on two nodes)")
     parser.add_argument("--split-rank", type=int, help="the decoder's first stage (default: half of them)")
     alone = not FAMILIES.get(os.environ.get("MODEL_FAMILY", ""), FAMILIES["t5"]).has_encoder
-    parser.add_argument("--decoder-only", action="store_true", default=alone, help="a model without an encoder, a GPT")
+    parser.add_argument("--decoder-only", action="store_true", default=alone, help="a model without an encoder (GPT)")
     parser.add_argument("--json", action="store_true", help="for programs")
 
 

@@ -151,7 +151,7 @@ def test_the_page_shows_what_the_command_prints(
     address = f"#model={model}&device={device}&gpus={gpus}&perNode=8&link=400&batch={batch}"
     document = re.sub(r"<(script|style)>.*?</\1>", " ", opened(made_page, tmp_path, address), flags=re.DOTALL)
     plain = " ".join(html.unescape(re.sub(r"<[^>]*>", " ", document)).split())
-    assert f"{gpus} x {device}: of " in plain
+    assert re.search(rf"{gpus} x {re.escape(device)}: \d+ of \d+ layouts fit", plain)
     reasons = re.findall(r"^  (\S.*?)  +((?:[\d.]+x the time|does not fit).*)$", printed, re.MULTILINE)
     assert reasons
     for kind, reason in reasons:
@@ -161,7 +161,7 @@ def test_the_page_shows_what_the_command_prints(
         title, seconds = re.split(r"  +", row)[:2]
         assert title in plain
         assert re.search(rf"{re.escape(title)} {seconds}\d* ", plain), (title, seconds)
-    started = re.search(r"The fastest that this harness can start, (.*):\n  (.*)\n", printed)
+    started = re.search(r"The fastest that the launchers can start, (.*):\n  (.*)\n", printed)
     assert (started is None) == (model != "large")
     if started:
         title, line = started.groups()

@@ -114,7 +114,7 @@ def test_measured_values_are_shown_too(capsys: pytest.CaptureFixture[str], tmp_p
     status, _, error = t5bench(capsys, "predict", ddp, "--calibrate", ddp, "--link", 1)
     assert status == 2 and "was faster than its link allows" in error
     status, _, error = t5bench(capsys, "predict", "--device", "h100", "--calibrate", ddp)
-    assert status == 2 and f"{ddp} ran on CPUs, which says nothing of GPUs" in error
+    assert status == 2 and f"{ddp} ran on CPUs, which says nothing about GPUs" in error
     a100 = make_run(tmp_path / "a100", elapsed_ms=[9000.0] * 40, gpu="NVIDIA A100-SXM4-80GB", **slow)
     found = [t5bench(capsys, "predict", *words, "--calibrate", a100)[1] for words in ((a100,), ("--device", "h100"))]
     factors = [re.search("everything takes (.*) times", shown)[1] for shown in found]
@@ -260,7 +260,7 @@ def test_why_a_layout_is_not_the_winner():
     zero1, ddp = (Candidate(Job(GPT, Parallel(data=8), 8, 64, zero), on) for zero in (Zero(1), Zero()))
     ((kind, reason),) = losers(sorted((zero1, ddp), key=lambda entry: entry.seconds))
     assert (kind, ddp.time.limit) == ("DDP", "computing") and ddp.time.computing == zero1.time.computing
-    assert "x the time, above all more optimizer: DDP 1/1/8, micro-batch 8" in reason
+    assert "x the time, mainly more optimizer: DDP 1/1/8, micro-batch 8" in reason
 
 
 def test_four_thousand_gpus(capsys: pytest.CaptureFixture[str], tmp_path: Path):
