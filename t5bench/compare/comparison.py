@@ -169,8 +169,8 @@ def build(
     groups = [Group(size, [row for row in rows if row.run.world_size == size]) for size in sizes]
     notes = _warnings(rows)
     if ran_in_one_order([row.repeats for row in rows]):
-        what = "every repeat ran the rows in the same order, so what recurs with that period looks like a difference"
-        notes.append(f"{what} between rows; scripts/run_megatron_t5_all.sh changes the order from repeat to repeat")
+        what = "every repeat ran the rows in the same order, so anything periodic looks like a difference between rows"
+        notes.append(f"{what}; scripts/run_megatron_t5_all.sh changes the order from repeat to repeat")
     notes += comparable.other_differences(runs)
     return Comparison(groups, baseline, _verdicts(groups, baseline), _problems(rows, baseline), notes, _predict(rows))
 
@@ -270,7 +270,7 @@ def _problems(rows: Sequence[Row], baseline: str) -> list[str]:
             what = "has a loss that is not a number" if row.is_baseline else f"does not train as {baseline} does"
             problems.append(f"{row.label} {what}: {row.parity}")
         elif row.milliseconds is None and any(run.iterations for run in row.runs):
-            problems.append(f"no interval of {row.label} counts: fp16 skipped iterations in each, or it has no time")
+            problems.append(f"no interval of {row.label} can be timed: each skipped iterations (fp16), or has no time")
         elif row.milliseconds is None and not row.run.is_evaluation:
             problems.append(f"{row.label} logged no interval (TRAIN_ITERS below LOG_INTERVAL?)")
     if not any(row.is_baseline for row in rows):
@@ -284,7 +284,12 @@ def _verdicts(groups: Sequence[Group], baseline: str) -> list[str]:
     equal = [row for row in rows if row.parity.verdict == parity.EQUAL]
     if equal and all(row.parity.verdict != parity.DIFFERENT for row in rows):
         largest = max(row.parity.difference or 0.0 for row in equal)
-        who = f"All {len(equal)} train" if len(equal) > 1 else f"{equal[0].label} trains"
+        if len(equal) == 1:
+            who = f"{equal[0].label} trains"
+        elif len(equal) < len(rows):
+            who = f"{len(equal)} of {len(rows)} rows train"
+        else:
+            who = "Both rows train" if len(equal) == 2 else f"All {len(equal)} rows train"
         how = f"the loss differs by at most {largest:.0e} of its value" if largest else "the losses are the same"
         sentences.append(f"{who} as {baseline} does: {how}.")
     unjudged = dict.fromkeys(row.parity.verdict for row in rows if row.parity.verdict.startswith("n/a"))

@@ -216,7 +216,7 @@ def verdict(run: Run, baseline: Run) -> Verdict:
     loss = difference(losses, reference, allowed.loss)
     norm = difference(curve(run, "grad_norm"), curve(baseline, "grad_norm"), allowed.norm)
     if loss is None or norm is None:
-        reasons.append("no log interval is the same as one of the baseline's: set the same LOG_INTERVAL for both")
+        reasons.append("it shares no log interval with the baseline: set the same LOG_INTERVAL for both")
         return Verdict(name, run, reasons=reasons)
     alone = sorted(losses.keys() ^ reference.keys())
     if alone:
@@ -443,11 +443,13 @@ def locations(directories: Sequence[Path], baseline: Path | None) -> str:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", nargs="*", type=Path, metavar="RUN", help="a run directory")
     parser.add_argument("--baseline", type=Path, metavar="DIR", help="compare with this run (default: the first DDP)")
-    parser.add_argument("--reference", type=Path, metavar="DIR", help="a run of another engine to compare as well")
-    parser.add_argument("--outside", type=Path, metavar="FILE", help="curves of native.reference, for the baseline")
-    locate = "of traced runs (-- --trace): say where each first differs from the baseline"
+    parser.add_argument("--reference", type=Path, metavar="DIR", help="also compare with this run, of another engine")
+    parser.add_argument("--outside", type=Path, metavar="FILE", help="native.reference's curves, for the baseline")
+    locate = "say where each run first differs from the baseline (runs with -- --trace)"
     parser.add_argument("--locate", action="store_true", help=locate)
-    parser.add_argument("--sensitivity", type=Path, metavar="FILE", help="how sensitive the recipe is (alone: a table)")
+    parser.add_argument(
+        "--sensitivity", type=Path, metavar="FILE", help="the recipe's measured sensitivity (alone: print it)"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

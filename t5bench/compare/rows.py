@@ -27,8 +27,7 @@ from t5bench.record.status import COMPLETE, iterations_expected
 MARK_OF_ALONE = "\N{DAGGER}"
 _ALONE = (
     f"{MARK_OF_ALONE} fewer than {FEWEST_REPEATS} repeats: these figures and intervals describe these runs only. On a "
-    "steady machine such an interval is wider than it need be; of a state of the machine that the run did not see it "
-    "says nothing"
+    "steady machine the intervals are wider than necessary, and they cannot cover states of the machine that no run saw"
 )
 
 _DTYPES = {"fp32": "fp32", "fp16": "fp16", "bf16": "bf16", "bfp16": "bf16"}  # DeepSpeed's names
@@ -329,21 +328,21 @@ def limits(row: Row) -> str:
 
 def _gpu_use(row: Row) -> str:
     if not row.on_gpu:
-        return "GPU utilisation and power: not measured, there is no GPU"
+        return "GPU utilisation and power: not measured; there is no GPU"
     parts = []
     utilization = _median_of(row, "utilization")
     if utilization is not None:
-        parts.append(f"a kernel ran {utilization:.0f} % of the time on the busiest GPU")
+        parts.append(f"kernels ran {utilization:.0f} % of the time on the busiest GPU")
     power = _median_of(row, "power_w")
     if power is not None:
         parts.append(f"it drew {power:.0f} W")
-    return ", ".join(parts) or "GPU utilisation and power: not measured, there are no samples"
+    return ", ".join(parts) or "GPU utilisation and power: not measured; there are no samples"
 
 
 def _share_of_the_peak(row: Row) -> str:
     if row.mfu is None:
         return f"share of the GPU's peak: unknown, {row.mfu_missing}"
-    text = f"the arithmetic takes {row.mfu:.1%} of the GPU's peak"
+    text = f"the arithmetic reaches {row.mfu:.1%} of the GPU's peak"
     if row.hardware_tflops:
         text += f", {row.mfu * row.hardware_tflops / row.tflops:.1%} with recomputation"
     return text
@@ -362,19 +361,16 @@ def _network(row: Row) -> str:
         return f"network: not measured, {row.measured[0].observed.why_not_sent}"
     sent = f"{bytes_text(row.sent_per_iteration)} per iteration"
     if row.runs_with_samples < len(row.measured):
-        sent += f" (the median of {row.runs_with_samples} of {len(row.measured)} runs, the others have too few samples)"
+        sent += f" (the median of {row.runs_with_samples} of {len(row.measured)} runs; the others have too few samples)"
     if any(entry.observed.loopback for entry in row.measured):
-        return f"network: one node, {sent} over the loopback, including other programs'"
+        return f"network: one node; {sent} over the loopback, including other programs' traffic"
     links = [entry.observed.busiest_link for entry in row.measured]
     known = [link for link in links if link]
     if not known:
-        return f"network: {sent} and node; the link's speed is not known"
+        return f"network: {sent} and node; the link's speed is unknown"
     share, link = median(link.share or 0.0 for link in known), known[0]
-    gigabits = f"{link.link_bits_per_second / 1e9:g} Gbit/s"
-    busiest = f"{link.interface} of node {link.node}"
-    return (
-        f"network: {sent} and node; at {gigabits}, the busiest link, {busiest}, needs {share:.0%} of the time for them"
-    )
+    busiest = f"{link.interface} of node {link.node}, {link.link_bits_per_second / 1e9:g} Gbit/s"
+    return f"network: {sent} and node; the busiest link ({busiest}) needs {share:.0%} of the time for them"
 
 
 def bytes_text(count: float) -> str:

@@ -152,7 +152,7 @@ def test_a_sample_at_an_iterations_line_needs_no_twenty_iterations(tmp_path: Pat
     make_run(tmp_path / "b", **made, sent_per_iteration=3.26e6, sample_seconds=0.44, start=START + 60)
     row = row_of(compare(exact, tmp_path / "b"))
     assert row.sent_per_iteration == pytest.approx(3.6e6) and row.runs_with_samples == 1
-    assert "3.6 MB per iteration (the median of 1 of 2 runs, the others have too few samples)" in limits(row)
+    assert "3.6 MB per iteration (the median of 1 of 2 runs; the others have too few samples)" in limits(row)
 
 
 def test_an_uneven_iteration_shows_in_the_error(tmp_path: Path):
@@ -212,7 +212,7 @@ def test_runs_that_compute_differently_are_not_repeats(tmp_path: Path, changes: 
         ({"losses": [math.nan] * 30}, "ddp has a loss that is not a number: NO (not a number at 1)"),
         (
             {"losses": [None] * 30} | FP16,
-            "no interval of ddp counts: fp16 skipped iterations in each, or it has no time",
+            "no interval of ddp can be timed: each skipped iterations (fp16), or has no time",
         ),
         ({"strategy": "zero1"}, "there is no complete ddp run to compare with"),
         ({"status": "out-of-memory", "reason": "it is full"}, "ddp is out-of-memory: it is full"),

@@ -94,7 +94,7 @@ def test_curves_that_differ_only_by_rounding_pass(ddp: Path, tmp_path: Path, par
         ({"norms": [2.0, 1.5, float("inf"), 0.8]}, "the gradient norm is not a number at iteration 3"),
         ({"skipped": {3: 1}}, "updates were skipped at iteration 3"),
         ({"losses": [], "norms": []}, "logged no iteration"),
-        ({"log_interval": 5, "settings": {"TRAIN_ITERS": "20"}}, "no log interval is the same as one"),
+        ({"log_interval": 5, "settings": {"TRAIN_ITERS": "20"}}, "it shares no log interval with the baseline"),
         ({"status": "out-of-memory", "reason": "the GPU's memory is full"}, "out-of-memory: the GPU's memory is full"),
         ({"status": "running"}, "has not ended"),
         ({"settings": {"SEED": "7"}}, "SEED is 7, but 1234 in the baseline"),
