@@ -234,7 +234,7 @@ class Explanation:
     def _processor(self) -> Iterator[Slowdown]:
         for rank in self.ranks:
             if rank.throttled >= WORTH_NAMING:
-                yield Slowdown("throttled CPU", rank.throttled, f"a quota holds {rank.name} back {rank.throttled:.0%}")
+                yield Slowdown("throttled CPU", rank.throttled, f"a quota slows {rank.name} by {rank.throttled:.0%}")
                 continue
             on_node = [other for other in self.ranks if other.entry.host == rank.entry.host]
             others_compute = self._others_compute(rank, on_node)
@@ -293,7 +293,7 @@ class Explanation:
                 continue
             if self._is_on_cpu:
                 share = self._of_rest(min(_works_longer(rank, others) for rank in ranks))
-                text = f"{called} needs {share:.0%} of the time more than others for its work{self._without}"
+                text = f"{called} spends {share:.0%} of the time more than others on its work{self._without}"
                 yield Slowdown(name, share, text)
                 continue
             longest = max(other.waits_for(ranks) for other in others)
@@ -320,11 +320,11 @@ class Explanation:
         # The others do not wait for one that is done before them, however long it takes for its layers.
         is_waited_for = slowest == busy.index(max(busy))
         if slower >= BEYOND_MODEL and lost < CONTENDED and is_waited_for:
-            text = f"stage {slowest} takes {slower:.1f} times as long for its layers as another"
+            text = f"stage {slowest} takes {slower:.1f} times as long as another, for the layers it has"
             yield Slowdown("slow rank", bubble - lost, text)
         elif larger >= UNEQUAL_STAGES and model[largest] >= LARGER_STAGE * min(model):
             gain, _ = self._equal_stages()
-            text = f"stage {largest} computes {larger:.1f} times as long"
+            text = f"stage {largest} computes {larger:.1f} times as long as another"
             yield Slowdown("unequal pipeline stages", 1 - 1 / gain, text)
 
     def _link(self) -> Iterator[Slowdown]:
@@ -338,14 +338,14 @@ class Explanation:
             return
         ms_per_byte = 1000 / best.rate if is_narrow else 0.0
         ms_per_step = best.latency_ms if is_late else 0.0
-        speed = f"{8e-9 * best.rate:.2g} Gbit/s" if is_narrow else f"{best.latency_ms:.1f} ms a step"
+        speed = f"{8e-9 * best.rate:.2g} Gbit/s" if is_narrow else f"{best.latency_ms:.1f} ms per message"
         for rank in self.ranks:
             share = 0.0
             for axis, link in rank.entry.links.items():
                 sending_ms = ms_per_byte * link.bytes + ms_per_step * link.steps
                 share += min(sending_ms / rank.wall, rank.share(SENDING[axis]))
             share /= self.rest
-            text = f"messages pass at {speed} at best, which takes {rank.name} {share:.0%} of the time{self._without}"
+            text = f"the link gives {speed} at best, which costs {rank.name} {share:.0%} of the time{self._without}"
             yield Slowdown("slow link", share, text)
 
     def _micro_batches(self) -> Iterator[Slowdown]:
@@ -364,7 +364,7 @@ class Explanation:
         share += steps * step_ms / worst.wall / self.rest
         saved = 1 - self.layout.pp / count  # by micro-batches as large as possible
         size = self.plan.value("MICRO_BATCH_SIZE")
-        text = f"{count} micro-batches of {size}, {1000 * operator_ms:.0f} us an operator"
+        text = f"{count} micro-batches of {size}, {1000 * operator_ms:.0f} us per operator"
         yield Slowdown("tiny micro-batches", saved * share, text)
 
 

@@ -140,7 +140,7 @@ def _comparison_of_profiles(name: str, row: Row, fastest_name: str, fastest: Row
     slowest_part = max(PARTS, key=more.__getitem__)
     return [
         f"{name} takes {milliseconds - least:.3g} ms longer than {fastest_name}; "
-        f"the profile shows {more[slowest_part]:.3g} ms more {DOING[slowest_part]}"
+        f"the profiled iteration spends {more[slowest_part]:.3g} ms more {DOING[slowest_part]}"
     ]
 
 

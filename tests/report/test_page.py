@@ -207,7 +207,7 @@ def test_figures_show_what_is_known(page: str):
         for part, stretch in of_rank.items() for rank in range("data loading" not in of_rank, 4, 2)
     }  # fmt: skip
     assert "% of each iteration " in page and "data loading: rank 0 (node0)" in page
-    assert "zero2 takes 50 ms longer than zero1; the profile shows 50 ms more in the backward pass." in page
+    assert "zero2 takes 50 ms longer than zero1; the profiled iteration spends 50 ms more in the backward pass." in page
     front = next(s for s in series["Memory against throughput"] if s["look"] == "line")
     assert front["points"] == sorted(front["points"]) and "zero3" not in data["rows"].get("", {})
 
