@@ -361,7 +361,7 @@ class Channel:
                     other = self._greet(message, connection)
                     self.joined(other)
                 elif message.node >= self.place.nodes or (self.place.node == 0 and message.node != other):
-                    raise StrangerError("it claims to be a different node than before")
+                    raise StrangerError("it claims to be another node than before")
                 else:
                     self._note(message)
                     self.hear(message)

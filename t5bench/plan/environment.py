@@ -36,7 +36,7 @@ RULES = (
     Rule("WANDB_RUN_ID", "remove", "every run would be the same W&B run"),
     Rule("WANDB_RESUME*", "remove", "W&B would continue another run"),
     Rule("WANDB_FORK_FROM", "remove", "W&B would continue another run"),
-    Rule("WANDB_SWEEP_ID", "remove", "W&B would count the run as one of a sweep of its own"),
+    Rule("WANDB_SWEEP_ID", "remove", "W&B would count the run as part of one of its sweeps"),
     Rule("WANDB_SERVICE", "remove", "it belongs to another process"),
     Rule("WANDB_DISABLED", "remove", "WANDB_MODE says whether a run is logged"),
     # A Python that waits for commands at its end, prints on every import, drops assertions, or ends at a warning.
@@ -76,8 +76,8 @@ RULES = (
     Rule("PYTORCH_NO_HIP_MEMORY_CACHING", "warn", "each allocation waits for the GPU"),
     Rule("TORCH_DISTRIBUTED_DEBUG", "warn", "ranks compare their collective operations before each"),
     Rule("TORCH_NCCL_BLOCKING_WAIT", "warn", "the host waits for each collective operation"),
-    Rule("TORCHDYNAMO_DISABLE", "warn", "what is to be compiled runs one operator at a time"),
-    Rule("TORCH_COMPILE_DISABLE", "warn", "what is to be compiled runs one operator at a time"),
+    Rule("TORCHDYNAMO_DISABLE", "warn", "compiled code runs one operator at a time"),
+    Rule("TORCH_COMPILE_DISABLE", "warn", "compiled code runs one operator at a time"),
     Rule("PYTORCH_JIT", "warn", "the engine's fused functions run one operator at a time", ("", "1")),
 )
 # Removed in every run, or the shell's own: a note would only distract.

@@ -41,11 +41,11 @@ def forecast(plan: Plan, *, is_dry_run: bool) -> list[str]:
             f"warning: {plan.strategy.name} needs {prediction.shortage} of GPU memory and will probably run out"
         )
     if is_dry_run:
-        figures = f"{parameters(job.architecture):,} parameters, {prediction.memory_bytes / GIB:.2f} GiB a process"
+        figures = f"{parameters(job.architecture):,} parameters, {prediction.memory_bytes / GIB:.2f} GiB per process"
         sent = max(prediction.node_bytes)
         if sent:
-            figures += f", {sent / 1e6:,.1f} MB sent by a node in an iteration"
+            figures += f", {sent / 1e6:,.1f} MB sent by a node per iteration"
         if device and prediction.time:
-            figures += f", {prediction.time.total:.3g} s an iteration on {device.name} at {GIGABITS:g} Gbit/s"
+            figures += f", {prediction.time.total:.3g} s per iteration on {device.name} at {GIGABITS:g} Gbit/s"
         lines.append(f"predicted: {figures}; see python -m t5bench predict")
     return lines

@@ -26,34 +26,34 @@ STRATEGY_SPECIFIC = "strategy-specific"
 # These decide a run's directory, data and processes; an argument that changed them would make the plan wrong.
 DECIDED_ELSEWHERE = {
     "--data-path": "MEGATRON_DATA_DIR sets the one dataset of a run; python -m t5bench merge-data makes one of several",
-    "--load": "RESUME=1 continues a run; a new one begins with another's weights with --finetune --load",
-    "--tokenizer-type": "The data determine it",
-    "--make-vocab-size-divisible-by": "Every layout must pad the vocabulary to the same size",
+    "--load": "RESUME=1 continues a run; --finetune --load starts a new one from another's weights",
+    "--tokenizer-type": "The data decide it",
+    "--make-vocab-size-divisible-by": "Use VOCABULARY_MULTIPLE, which pads to the same size in every layout",
     "--checkpoint-activations": "It breaks the engine; use RECOMPUTE=full",
     **dict.fromkeys(("--tokenizer-model", "--vocab-file", "--merge-file"), "TOKENIZER_MODEL sets the tokenizer"),
     **dict.fromkeys(("--deepspeed", "--deepspeed_config", "--zero-stage"), "Choose a ZeRO strategy"),
     **dict.fromkeys(("--tensorboard-dir", "--save"), "OUTPUT_DIR sets the run's directory"),
     **dict.fromkeys(("--recompute-granularity", "--recompute-activations"), "Use RECOMPUTE"),
     "--use-distributed-optimizer": "Choose a ZeRO strategy",
-    "--use-checkpoint-args": "The settings determine the model, which the record and the comparison know",
+    "--use-checkpoint-args": "The settings define the model, and the record and the comparison rely on them",
     "--help": "It starts no run; a launcher's own --help comes before --",
     "--DDP-impl": "The record, the cost model and the parity check know only the engine's own DDP",
-    "--distributed-backend": "DEVICE and SHARE_GPUS determine it",
-    "--pipeline-model-parallel-split-rank": "PIPELINE_PARALLEL_SIZE determines it",
+    "--distributed-backend": "DEVICE and SHARE_GPUS decide it",
+    "--pipeline-model-parallel-split-rank": "PIPELINE_PARALLEL_SIZE decides it",
     "--pipeline-schedule": "Use PIPELINE_SCHEDULE",
     "--virtual-pipeline-stages": "Use VIRTUAL_PIPELINE_STAGES",
     "--num-layers-per-virtual-pipeline-stage": "Use PIPELINE_SCHEDULE=interleaved and VIRTUAL_PIPELINE_STAGES",
     "--save-interval": "Use SAVE_INTERVAL",
     "--skip-train": "Use EVAL_ONLY=1",
     "--rampup-batch-size": "Use RAMPUP_BATCH_SIZE",
-    "--train-samples": "A run has TRAIN_ITERS x GLOBAL_BATCH_SIZE samples",
+    "--train-samples": "Use TRAIN_ITERS: a run has TRAIN_ITERS x GLOBAL_BATCH_SIZE samples",
     **dict.fromkeys(
         ("--train-data-path", "--valid-data-path", "--test-data-path"),
         "The record and the comparison know only the dataset in MEGATRON_DATA_DIR",
     ),
     "--sequence-parallel": "Use SEQUENCE_PARALLEL=1, with ENGINE=native",
     "--ds-sequence-parallel-size": (
-        "The engine's patches do not know sequence parallelism: another layout would train another model"
+        "The engine's patches do not cover sequence parallelism: layouts would train different models"
     ),
     **dict.fromkeys(
         (
@@ -61,7 +61,7 @@ DECIDED_ELSEWHERE = {
             *("--normalization", "--apply-layernorm-1p", "--use-rotary-position-embeddings", "--disable-bias-linear"),
             "--untie-embeddings-and-output-weights",
         ),
-        "The engine's patches do not know this feature: another layout would train another model",
+        "The engine's patches do not cover this feature: layouts would train different models",
     ),
 }
 

@@ -319,7 +319,7 @@ def test_a_dry_run_predicts_and_a_run_warns(project: Project):
     result = project.launch("ddp", "--dry-run", DEVICE="cpu", MODEL_PRESET="large")
     assert "predicted: 612,998,528 parameters, " in result.stderr
     recomputing = project.launch("ddp", "--dry-run", DEVICE="cpu", MODEL_PRESET="large", RECOMPUTE="full")
-    sizes = [float(re.search(r"([\d.]+) GiB a process", each.stderr)[1]) for each in (result, recomputing)]
+    sizes = [float(re.search(r"([\d.]+) GiB per process", each.stderr)[1]) for each in (result, recomputing)]
     assert sizes[1] < sizes[0]
     project.add_stub("nvidia-smi", '#!/bin/bash\necho "GPU 0: Quadro RTX 4000 (UUID: GPU-0)"\n')
     result = project.launch("ddp", DEVICE="cuda", MODEL_PRESET="large", NPROC_PER_NODE="1")
