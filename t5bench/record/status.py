@@ -220,7 +220,7 @@ _OF_ERRNO = {
     errno.ENOMEM: (OUT_OF_MEMORY, "the host's memory is full", _MORE_MEMORY),
     errno.EMFILE: (CRASHED, "too many files are open in a worker", "Raise the limit: ulimit -n 65536"),
     errno.ENFILE: (CRASHED, "too many files are open on this host", "Close some, or raise fs.file-max (sysctl)"),
-    errno.EROFS: (CRASHED, "a file system is read-only", "See dmesg: the kernel does this to one that is damaged"),
+    errno.EROFS: (CRASHED, "a file system is read-only", "See dmesg: the kernel does this to a damaged file system"),
 }
 
 
@@ -396,7 +396,7 @@ def of_run(parts: Sequence[Mapping[str, Any]]) -> Status:
     absent = sorted(set(range(nodes)) - known)
     if absent:
         lacking = f"there is no record of node {', '.join(map(str, absent))} here"
-        return Status(INCOMPLETE, lacking, "Bring the nodes' parts together: python -m t5bench collect --help")
+        return Status(INCOMPLETE, lacking, "Gather the nodes' parts: python -m t5bench collect --help")
     return Status(COMPLETE)
 
 

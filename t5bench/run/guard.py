@@ -105,8 +105,8 @@ def began_anew(plan: Plan, trained: int) -> Cause | None:
     trained: the iterations behind the model of a line in the log, at the least."""
     if trained >= plan.resume_from:
         return None
-    reason = f"the engine did not load the checkpoint of iteration {plan.resume_from}, and began with a new model"
-    return Cause.now(ends.CRASHED, reason, "See its warning in the log. What it has saved since is of a new model")
+    reason = f"the engine ignored the checkpoint of iteration {plan.resume_from} and started from scratch"
+    return Cause.now(ends.CRASHED, reason, "See its warning in the log. What it has saved since belongs to a new model")
 
 
 class Guard:
@@ -193,7 +193,7 @@ class Guard:
         if self.workers_due_at is None or time.monotonic() < self.workers_due_at:
             return None
         master = self.peers.place.address
-        reason = f"torchrun cannot join a run at {master}: whatever listens on the master's port does not answer"
+        reason = f"torchrun could not join the run at {master}: whatever listens on the master's port does not answer"
         remedy = "Check rank 0, whose launcher may have refused to start, or choose another MASTER_PORT on every node"
         return Cause.now(ends.TIMEOUT, reason, remedy)
 

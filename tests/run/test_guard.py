@@ -153,7 +153,7 @@ def failed(status: str, strength: int | None) -> dict:
         (None, {}, "network", "stopped because node 1 (?) failed: it disconnected without giving a reason"),
         # Before it overwrites the checkpoints of the run that it was to continue.
         (failed("complete", None), {"resume_from": 8}, "crashed",
-         "the engine did not load the checkpoint of iteration 8, and began with a new model"),
+         "the engine ignored the checkpoint of iteration 8 and started from scratch"),
         (failed("complete", None), {"launcher": 1}, None, ""),  # it was killed, and the recorder says so
     ],
 )  # fmt: skip
@@ -242,7 +242,7 @@ def test_a_run_without_workers_is_ended_after_the_rendezvous(monkeypatch: pytest
     monkeypatch.setattr(guards, "START_SECONDS", 0)
     cause = Run(tmp_path, "import sys; print('ready', flush=True); sys.stdin.read()").cause(rendezvous=0)
     assert cause and cause.status == "timeout"
-    assert "cannot join a run at 127.0.0.1" in cause.reason
+    assert "could not join the run at 127.0.0.1" in cause.reason
 
 
 # ---- with torchrun, and alone ----------------------------------------------------------------------------------------
