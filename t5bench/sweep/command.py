@@ -126,7 +126,7 @@ def is_complete(directory: Path) -> bool:
     try:
         return looks_like_run(directory) and load(directory).status == COMPLETE
     except RecordError as error:
-        note(f"damaged: {error}")
+        note(f"not complete: {error}")
         return False
 
 
