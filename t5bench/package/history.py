@@ -36,10 +36,10 @@ SIZES = ("world_size", "nodes", "GLOBAL_BATCH_SIZE", "batch")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     packages = "a package, or a directory with runs"
     parser.add_argument("places", nargs="+", metavar="PACKAGE", help=packages)
-    price = "the price of a GPU (on CPUs of a process) for an hour, in any currency"
+    price = "price of a GPU (on CPUs, of a process) per hour, in any currency"
     parser.add_argument("--price", type=float, metavar="AMOUNT", help=price)
     parser.add_argument("--json", action="store_true", help="for programs")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="also write a page: a .html file")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="also write a page, a .html file")
 
 
 @dataclass(frozen=True)
@@ -327,7 +327,7 @@ def run(arguments: argparse.Namespace) -> int:
             raise Problem(f"there is no package or directory {place}", "Name packages, or directories with runs")
     points = [point for place in arguments.places for point in points_of(place)]
     if not points:
-        raise Problem("no run in these has a time", "Name others: complete runs with logged iterations")
+        raise Problem("none of these runs has a measured time", "Name others: complete runs with logged iterations")
     if arguments.json:
         print(json.dumps(rounded(as_json(points, arguments.price)), indent=2))
     else:

@@ -185,7 +185,7 @@ def _page_differences(drawn_by: str) -> list[str]:
     for number, (drawing, expected) in enumerate(drawings, 1):
         if not _has_the_curves(drawing, expected):
             by = f"matplotlib {drawn_by}, and {matplotlib.__version__} draws other curves from the logs"
-            return [f"{PUBLISHED}/{PAGE}: drawing {number} is said to be by {by}"]
+            return [f"{PUBLISHED}/{PAGE}: drawing {number} claims to be drawn by {by}"]
     return []
 
 
@@ -222,8 +222,8 @@ def _leaves(content: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("package", type=Path, metavar="PACKAGE", help="what `pack` wrote")
-    parser.add_argument("--sha256", default="", metavar="CHECKSUM", help="the checksum that was published with it")
+    parser.add_argument("package", type=Path, metavar="PACKAGE", help="a file that pack wrote")
+    parser.add_argument("--sha256", default="", metavar="CHECKSUM", help="the package's published checksum")
 
 
 def run(arguments: argparse.Namespace) -> int:
