@@ -234,7 +234,8 @@ class Explanation:
     def _processor(self) -> Iterator[Slowdown]:
         for rank in self.ranks:
             if rank.throttled >= WORTH_NAMING:
-                yield Slowdown("throttled CPU", rank.throttled, f"a quota slows {rank.name} by {rank.throttled:.0%}")
+                text = f"a quota holds {rank.name} back {rank.throttled:.0%} of the time"
+                yield Slowdown("throttled CPU", rank.throttled, text)
                 continue
             on_node = [other for other in self.ranks if other.entry.host == rank.entry.host]
             others_compute = self._others_compute(rank, on_node)
