@@ -408,7 +408,7 @@ def _loss(best: Candidate, winner: Candidate) -> str:
         return f"does not fit: needs at least {best.memory_bytes / GIB:.1f} GiB"
     more = {part: seconds - winner.time.parts[part] for part, seconds in best.time.parts.items()}
     largest = max(more, key=lambda part: more[part])
-    reason = f", mainly more {largest}" if more[largest] > 0 else ""
+    reason = f", mainly more {largest} time" if more[largest] > 0 else ""
     return f"{best.seconds / winner.seconds:.2f}x the time{reason}"
 
 

@@ -260,7 +260,7 @@ def test_why_a_layout_is_not_the_winner():
     zero1, ddp = (Candidate(Job(GPT, Parallel(data=8), 8, 64, zero), on) for zero in (Zero(1), Zero()))
     ((kind, reason),) = losers(sorted((zero1, ddp), key=lambda entry: entry.seconds))
     assert (kind, ddp.time.limit) == ("DDP", "computing") and ddp.time.computing == zero1.time.computing
-    assert "x the time, mainly more optimizer: DDP 1/1/8, micro-batch 8" in reason
+    assert "x the time, mainly more optimizer time: DDP 1/1/8, micro-batch 8" in reason
 
 
 def test_four_thousand_gpus(capsys: pytest.CaptureFixture[str], tmp_path: Path):
