@@ -1,11 +1,19 @@
 #!/usr/bin/env bash
-# All tests, in the checkout's own virtual environment: bash scripts/run_tests.sh [pytest arguments]
-# TEST_PROCESSES of them run at once: by default three, also on two cores, because many wait for what they have started.
-# Failed tests run once more, one at a time, and both reports are printed. A test that then passes has a race, in itself
-# or in the tested code. Only a test that fails again counts as failed.
+# Runs the tests in the checkout's own virtual environment, which the first run creates.
+#
+# Usage: bash scripts/run_tests.sh [--help] [pytest arguments]
+#
+# Three tests run at once by default, also on two cores, because many wait for what they have
+# started; TEST_PROCESSES sets another number. Failed tests run once more, one at a time, and both
+# reports are printed. A test that then passes has a race, in itself or in the tested code. Only a
+# test that fails again counts as failed.
 set -euo pipefail
 source "$(dirname -- "${BASH_SOURCE[0]}")/common.sh"
 
+if [[ ${1:-} == -h || ${1:-} == --help ]]; then
+  sed -n '1d; /^#/!q; s/^# \?//p' "$0"
+  exit
+fi
 python_module t5bench.sweep.venv "$REPO_ROOT/requirements.txt" "$REPO_ROOT/requirements-dev.txt"
 export PATH=$REPO_ROOT/.venv/bin:$PATH PYTHON=$REPO_ROOT/.venv/bin/python
 cd -- "$REPO_ROOT"
