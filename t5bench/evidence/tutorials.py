@@ -33,10 +33,11 @@ SIZES = {
 INTRODUCTION = """\
 # Predicted against published
 
-Two tutorials that readers of this project know state what large models need and how fast they train: DeepSpeed's
+Two well-known tutorials state what large models need and how fast they train: DeepSpeed's
 [Megatron-LM GPT-2](https://www.deepspeed.ai/tutorials/megatron/) and the README of
-[Megatron-LM](https://github.com/NVIDIA/Megatron-LM), on GPT-3. Here the model predicts the same. We measured nothing
-of this page, and fitted nothing to it; `python -m t5bench predict --published` prints it, and a test compares.
+[Megatron-LM](https://github.com/NVIDIA/Megatron-LM), on GPT-3. This page shows the cost model's predictions for the
+same jobs. Nothing here was measured by us, and nothing was fitted to it. `python -m t5bench predict --published`
+prints the page, and a test compares it.
 [prediction.md](prediction.md) has 540 published measurements with exact layouts.
 """
 
@@ -50,7 +51,7 @@ CLAIMS_INTRODUCTION = f"""\
 ## Speed and memory
 
 A time or a rate fits if it lies within the 90 % interval of absolute times, a factor of {intervals.TIME}. TFLOP/s
-include recomputation here, as both tutorials count it. GiB are of the fullest GPU. All V100 are those of a DGX-2 with
+include recomputation here, as in both tutorials. GiB are those of the fullest GPU. All V100s are those of a DGX-2 with
 32 GiB, sixteen to a node with 800 Gbit/s, unless the row says otherwise.
 """
 
