@@ -31,7 +31,7 @@ SSH_FAILURES = (
     ("Host key verification failed", "unknown key", "Connect once by hand and compare the key: ssh {host}"),
     ("Could not resolve hostname", "unknown name", "Check the spelling; scontrol show hostnames lists SLURM's names"),
     ("No such file or directory", "no python",
-     "Have the repository and the environment at the same paths on {host}, or set PYTHON to one that all nodes have"),
+     "Put the repository and the environment at the same paths on {host}, or set PYTHON to one that every node has"),
     ("Connection refused", "no sshd", "Start sshd on {host}, or run this check from a node that can log in there"),
     ("No module named", "another version", "Give {host} this host's commit and environment"),
     ("without any output", "no answer", "Does {host} have this host's commit? Else log in by hand: ssh {host}"),

@@ -2,7 +2,7 @@
 its limits, memory, disks, kernel log, GPUs and speed. Between nodes: clocks, names, the state of this repository and of
 the engine, libraries, data, GPUs, free ports, and the network as measured with all-reduces.
 
-Failures are explained below the table, then comes PASS or FAIL for each node, and the list for srun's --exclude. Every
+Below the table come the reasons for failures, PASS or FAIL for each node, and the list for srun's --exclude. Every
 node must have the repository, the data and this shell's Python (PYTHON, else python3) at the same path. With --health
 only the nodes themselves are checked, which takes 30 seconds and needs neither data nor engine.
 
@@ -119,7 +119,7 @@ def fill_in_health(node: Node, reply: Reply) -> None:
         node.speeds = reply.answer["speeds"]
         node.own_rows = set(reply.answer["cells"])
     elif not node.cells["reachable"].problem:
-        node.cells["health"] = Cell("no answer", reply.error.splitlines()[-1], "Look at the kernel's log of the node")
+        node.cells["health"] = Cell("no answer", reply.error.splitlines()[-1], "See the node's kernel log")
 
 
 def health_of(node: Node, python: str, device: str, seconds: float = health.SECONDS) -> Reply:

@@ -112,7 +112,7 @@ def gpu_cells(answer: Answer, inventory: GpuInventory) -> Cells:
             continue
         states += [(f"GPU {index}: {problem}", remedy) for problem, remedy in _state_faults(gpu)]
         users = list(_users(gpu))
-        uses += [(f"GPU {index} is used by {user}", "End it, or wait for its end") for user in users]
+        uses += [(f"GPU {index} is used by {user}", "Stop it, or wait until it ends") for user in users]
         used = _number(gpu.findtext("fb_memory_usage/used")) or 0
         if used >= MOST_USED and not users:
             found = f"GPU {index} has {used / 1024:.1f} GiB in use by no visible program"

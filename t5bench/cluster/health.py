@@ -43,7 +43,7 @@ SPEEDS = {
     "copy from the host": ("host_copy", "GB/s", ""),
     "all-reduce": ("all_reduce", "GB/s", "GB a CPU second"),
 }
-SLOW = "Look for other programs, heat, a power limit or a narrow link; else leave the node out"
+SLOW = "Look for other programs, heat, a power limit or a narrow link; otherwise leave the node out"
 
 
 @dataclass
@@ -76,9 +76,9 @@ def examine(device: str, host: Host, environ: Mapping[str, str], seconds: float)
         try:
             cells.update(job.result(max(0.1, deadline - time.monotonic())))
         except Late:
-            cells[name] = judged("no answer", [("no answer in time", "Something hangs: look at the kernel's log")])
+            cells[name] = judged("no answer", [("no answer in time", "Something hangs: see the kernel log")])
         except Exception as error:  # a fact that cannot be read is a line in the table, not the end of the check
-            cells[name] = Cell("unknown", f"{type(error).__name__}: {error}", "Look at it on the node")
+            cells[name] = Cell("unknown", f"{type(error).__name__}: {error}", "Investigate it on the node")
     slowed = host_state.throttle_counts(host) - throttled_before
     if slowed > 0 and "processors" in cells:
         problem = f"heat slowed the processors down {slowed} times during this check"
