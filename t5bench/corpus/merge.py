@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
         doc_idx.extend(len(sizes) + end for end in part_index.doc_idx[1:])
         sizes.extend(part_index.sizes)
     if not facts["tokenizer_checksum"]:
-        note("warning: no part records its tokenizer, so nothing shows that all parts used the same one")
+        note("warning: no part records its tokenizer, so whether all parts used the same one cannot be checked")
     out.parent.mkdir(parents=True, exist_ok=True)
     bin_path, _ = dataset_paths(out)
     with bin_path.open("wb") as stream:

@@ -170,7 +170,7 @@ def _tell(asked: Preparation, record: Record) -> None:
         print(f"{invalid:,} document{'s' if invalid > 1 else ''} with invalid text skipped.")
     special = record.get("special_text_documents", 0)
     if special:
-        print(f"{special:,} documents contain the text of a special token, which became that token.")
+        print(f"{special:,} documents contain the text of a special token, which became the token itself.")
     if asked.tokenizer:
         preset = "MODEL_PRESET=tiny " if documents < FEW else ""
         command = command_for(asked.directory, asked.family, preset, "run_megatron_t5_ddp.sh")

@@ -37,7 +37,7 @@ REMEDY = (
 )
 UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 UTF32 = (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)
-NOT_TEXT = "its text has half of a surrogate pair, which is no character"
+NOT_TEXT = "its text has half of a surrogate pair, which is not a character"
 
 
 def recorded_name(name: str, kind: str = "") -> str:
@@ -346,7 +346,7 @@ def _array_blocks(content: bytes, path: Path) -> Iterator[Block]:
     try:
         rows = json.loads(content)
     except (ValueError, RecursionError) as error:
-        problem = f"{path} begins as a JSON array and is none ({one_line(error)})"
+        problem = f"{path} begins like a JSON array but is not one ({one_line(error)})"
         raise Problem(problem, "Correct it, or write one object per line") from None
     for start in range(0, len(rows), BLOCK_ROWS):
         part = rows[start : start + BLOCK_ROWS]
