@@ -82,11 +82,11 @@ class Call:
                 return Outcome(NOT_RUN, self.number, reason=f"{before.name} did not pass")
         left = self.deadline - time.monotonic()
         if left <= 0:
-            return Outcome(NOT_RUN, self.number, reason="the time was up")
+            return Outcome(NOT_RUN, self.number, reason="time ran out")
         if self.here.rehearsal:
             return self.execute(step, left)
         if left <= step.seconds:
-            reason = f"it takes about {step.seconds:.0f} s, and {left:.0f} s were left"
+            reason = f"it takes about {step.seconds:.0f} s, but only {left:.0f} s were left"
             return Outcome(NOT_RUN, self.number, reason=reason)
         return self.execute(step, min(left, PATIENCE * step.seconds))
 
@@ -108,7 +108,7 @@ class Call:
             reason = ""
         elif ended >= self.deadline:
             result = OUT_OF_TIME
-            reason = "the call ended"
+            reason = "time ran out"
         else:
             result = FAILED
             reason = f"it took longer than {limit:.0f} s" if seconds >= limit else reason_in(log)
