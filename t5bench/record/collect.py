@@ -55,7 +55,7 @@ def misfits(here: Mapping[str, Any], other: Mapping[str, Any], *, is_same_run: b
     yield from (text for text in differences(here, other) if not text.startswith(SHARED_KEYS))
     if _attempts(here, other):
         if here["attempt"] != other["attempt"]:
-            yield f"it began {other['started']} and is another attempt than this one, which began {here['started']}"
+            yield f"it began {other['started']}: a different attempt from this one, which began {here['started']}"
     elif not is_same_run:
         last_start = max(here["started"], other["started"])
         first_end = min(part["ended"] or _LATER for part in (here, other))
@@ -151,7 +151,7 @@ def _special_files(folder: str, names: Iterable[str]) -> set[str]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, metavar="RUN", help="the run directory, created if it does not exist")
     parser.add_argument("sources", nargs="+", metavar="FROM", help="a directory, or host:directory to fetch over ssh")
-    parser.add_argument("--same-run", action="store_true", help="the parts are of one run, whatever their clocks say")
+    parser.add_argument("--same-run", action="store_true", help="treat the parts as one run, whatever their clocks say")
 
 
 def run(args: argparse.Namespace) -> int:

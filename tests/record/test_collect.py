@@ -116,7 +116,7 @@ def test_clocks_that_differ_by_a_day(nodes: tuple[Path, Path], tmp_path: Path, c
         change(second, 1, attempt=attempts[1])
         assert collect(tmp_path / place, first, second, *options) == status
     said = capsys.readouterr().err
-    assert "If the nodes' clocks differ, add --same-run" in said and "another attempt than this one" in said
+    assert "If the nodes' clocks differ, add --same-run" in said and "a different attempt from this one" in said
     assert load(tmp_path / "known").status == "complete"
     # Of a run that was resumed, too.
     shutil.copy(first / "node0.json", first / "node0.json.1")
