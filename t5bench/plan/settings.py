@@ -52,16 +52,13 @@ DECIDED_ELSEWHERE = {
         "The record and the comparison know only the dataset in MEGATRON_DATA_DIR",
     ),
     "--sequence-parallel": "Use SEQUENCE_PARALLEL=1, with ENGINE=native",
-    "--ds-sequence-parallel-size": (
-        "The engine's patches do not cover sequence parallelism: layouts would train different models"
-    ),
     **dict.fromkeys(
         (
             *("--swiglu", "--squared-relu", "--num-experts", "--expert-interval", "--num-key-value-heads"),
             *("--normalization", "--apply-layernorm-1p", "--use-rotary-position-embeddings", "--disable-bias-linear"),
-            "--untie-embeddings-and-output-weights",
+            *("--untie-embeddings-and-output-weights", "--ds-sequence-parallel-size"),
         ),
-        "The engine's patches do not cover this feature: layouts would train different models",
+        "This project does not cover this feature: layouts would train different models",
     ),
 }
 
