@@ -205,7 +205,7 @@ def _throughput(rows: Rows) -> Figure:
     # An interval may have no end to speak of.
     is_cut = any(rate.high and rate.high > end for rate in rates)
     panels = _panels(rows, _throughput_of, most=float(end if is_cut else 0))
-    caption = "The medians with their 95 % confidence intervals, and the ratio to the baseline."
+    caption = "Medians with 95 % confidence intervals, and the ratio to the baseline."
     return Figure("Throughput", "samples/s (more is better)", caption, panels)
 
 
@@ -227,7 +227,7 @@ def _memory(rows: Rows) -> Figure:
     x = f"peak memory in MiB ({' / '.join(dict.fromkeys(measures))}; less is better)"
     caption = "The peak of each rank, one dot each. The fullest rank decides what fits."
     if any(row.on_gpu and row.peak_memory and row.prediction for row in rows.values()):
-        caption += " The thick bars are what the cost model predicts for it."
+        caption += " Thick bars: what the cost model predicts for it."
     return Figure("Memory", x, caption, _panels(rows, _memory_of))
 
 
@@ -261,7 +261,7 @@ def _smallest_device(run: Run) -> float | None:
 
 def _bytes(rows: Rows) -> Figure:
     x = "MB that the busiest node sends per iteration (on one node: that its processes exchange)"
-    caption = "Thick is what the cost model predicts, thin what was measured."
+    caption = "Thick: predicted by the cost model; thin: measured."
     return Figure("Bytes, predicted and measured", x, caption, _panels(rows, _bytes_of))
 
 
@@ -275,7 +275,7 @@ def _bytes_of(name: str, row: Row) -> Iterator[Series]:
 
 def _time(rows: Rows, predicted_by: Sequence[str]) -> Figure:
     """predicted_by: what predicted times are based on, a sentence each."""
-    sentences = ["Thick is what the cost model predicts, thin what was measured."]
+    sentences = ["Thick: predicted by the cost model; thin: measured."]
     for text in predicted_by:
         sentences.append(f"{text[:1].upper()}{text[1:]}.")
     caption = " ".join(sentences)
@@ -290,7 +290,7 @@ def _time_of(name: str, row: Row) -> Iterator[Series]:
 
 
 def _profile(rows: Rows) -> Figure:
-    caption = "The mean of all ranks. The parts add up to the profiled iteration, which profiling slows down."
+    caption = "Mean of all ranks. The parts add up to the profiled iteration, which profiling slows down."
     panels = _panels(rows, _profile_of)
     return Figure("Where the time went", "ms of the profiled iteration", caption, panels)
 
@@ -373,7 +373,7 @@ def _pareto(rows: Rows) -> Figure:
     panels = []
     for size, points in by_size.items():
         front = _pareto_front(list(points.values()))
-        series = [Series("", "line", front, "", LEFT_OUT, "not beaten in both")]
+        series = [Series("", "line", front, "", LEFT_OUT, "Pareto front")]
         for name, point in points.items():
             memory, rate = point
             text = f"{rate:.4g} samples/s in {memory:,.0f} MiB"
@@ -444,7 +444,7 @@ def _loss(rows: Rows, base: str) -> Figure:
             last_loss = list(curve(row.run).values())[-1]
             lines.append(Series(name, "line", thin(points), f"ends at {last_loss:.4f}"))
     panels = [Panel(lines, y="loss (nats per token)", height=3.4)] if lines else []
-    caption = "The loss of each strategy, one line each (of repeats the first run)."
+    caption = "One line per strategy: its loss (with repeats, the first run's)."
     apart = _apart_from_baseline({line.row: rows[line.row] for line in lines})
     differences = [Series(name, "line", thin(points)) for name, points in apart.items() if points]
     if differences:
@@ -482,7 +482,7 @@ def _times(rows: Rows) -> Figure:
     for name, row in list(timed.items())[:MOST_PANELS]:
         title = f"{name}: {row.milliseconds.median:.4g} ms"
         panels.append(Panel(_run_times(name, row), title, "ms", height=1.7, from_zero=True))
-    caption = "One dot for each log interval, in the order of the run; grey: left out. The line is the median."
+    caption = "One dot per log interval, in the order of the run (grey: left out). The line is the median."
     if len(panels) < len(timed):
         caption += f" The first {len(panels)} of {len(timed)} rows."
     return Figure("Time per iteration", "iteration", caption, panels, columns=2)

@@ -202,7 +202,7 @@ for (const code of document.querySelectorAll(".more code")) {
   button.addEventListener("click", async () => {
     getSelection().selectAllChildren(code);
     await navigator.clipboard.writeText(code.textContent).catch(() => document.execCommand("copy"));
-    said.textContent = "The command is copied.";
+    said.textContent = "Command copied.";
   });
   code.after(" ", button);
 }

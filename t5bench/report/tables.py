@@ -504,7 +504,7 @@ def method(comparison: Comparison) -> str:
     for row in comparison.rows:
         timings += [entry.timing for entry in row.measured if entry.timing]
     if not timings:
-        return "No run has a time."
+        return "No run has a measured time."
     dropped: Counter[str] = Counter()
     for timing in timings:
         dropped.update(timing.dropped.values())
@@ -513,8 +513,8 @@ def method(comparison: Comparison) -> str:
     outliers = sum(timing.outliers for timing in timings)
     return (
         f"Medians over {intervals} log intervals; left out: {left_out}. Brackets hold 95 % confidence intervals. With "
-        "three or more repeats they are over the runs, for ratios if these ran in turn. Otherwise they are for this "
-        "run's median, allowing for autocorrelation, and a ratio's covers all that both intervals allow."
+        "three or more repeats they cover the runs, for ratios if these took turns. Otherwise they cover only this "
+        "run's median, allowing for autocorrelation, and a ratio's interval covers everything both allow."
         f"{_of_many_ratios(comparison)} {outliers} outlier(s) by Tukey's fences are included."
     )
 

@@ -108,12 +108,12 @@ def test_choosing_sorting_finding_and_copying(page: str, tmp_path: Path):
     )  # fmt: skip
     complete = [name for name in STRATEGIES if name != "zero3"]
     assert "zero1" not in found["chosen"][0] + found["chosen"][1] and len(found["chosen"][1]) == len(complete) - 1
-    assert "zero1" not in found["chosen"][2] and "not beaten in both" not in found["chosen"][2]
+    assert "zero1" not in found["chosen"][2] and "Pareto front" not in found["chosen"][2]
     (ascending, up), (descending, down) = found["orders"]
     assert (up, down) == ("ascending", "descending") and set(ascending) == set(descending) == set(STRATEGIES)
     assert found["searched"] == ["zero3"]
     assert re.fullmatch(r"ddp: [\d.]+", found["read"][0]) and ", between 3" in found["read"][1]
-    assert found["said"] == "The command is copied."
+    assert found["said"] == "Command copied."
     assert "LR=0.0002" in found["copied"] and found["copied"].endswith(" bash scripts/run_megatron_t5_ddp.sh node0 0")
     assert "physics" not in found["copied"], "which W&B project it was in is not the run"
     assert found["charts"] >= found["figures"] == 9
