@@ -52,8 +52,8 @@ class Explanation:
     def __init__(self, run: Run) -> None:
         path = run.directory / PROFILE
         if not os.path.lexists(path):
-            remedy = "Train it with PROFILE_ITERATION, an iteration after the first few"
-            raise Problem(f"{run.directory} has no profile of all ranks", remedy)
+            remedy = "Train with PROFILE_ITERATION=10, for example: an iteration after the first few"
+            raise Problem(f"{run.directory} has no profile", remedy)
         self.content = profile.read_profile(path)
         self.run = run
         self.plan = run.plan
