@@ -225,7 +225,7 @@ def test_the_native_engine_balances_its_stages(making, stages: str, schedule: st
         ("ddp", {"TENSOR_PARALLEL_SIZE": "2"}, "no-tensor-parallelism", "ddp has no tensor parallelism"),
         ("zero3", {"PIPELINE_PARALLEL_SIZE": "2"}, "no-pipeline-parallelism", "zero3 has no pipeline parallelism"),
         ("ddp", {"PROFILE_ITERATION": "1"}, "profile-iteration", "TRAIN_ITERS=1000, found 1"),
-        ("ddp", {"LR_WARMUP_ITERS": "1000"}, "learning-rate", "leaves none of TRAIN_ITERS=1000"),
+        ("ddp", {"LR_WARMUP_ITERS": "1000"}, "learning-rate", "leaves none of the 1000 iterations"),
         ("ddp", {"MIN_LR": "0.1"}, "learning-rate", "MIN_LR=0.1 is more than LR=0.0001"),
         ("ddp", {"DROPOUT": "1"}, "dropout", "DROPOUT must be less than 1, found 1"),
         ("ddp", {"RAMPUP_BATCH_SIZE": "4 4 100", "ENGINE": "native"}, "native-engine", "RAMPUP_BATCH_SIZE='4 4 100'"),
