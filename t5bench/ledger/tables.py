@@ -107,8 +107,12 @@ def sentence(cell: Cell) -> str:
     if cell["verdict"] != WRONG:
         return cell["sentence"]
     size = f"up to {cell['times']:,.0f} times the bound" if cell["times"] else "not a number"
-    where = f"; first in {cell['where']}" if cell.get("where") else ""
-    return f"from iteration {cell['iteration']} on the {cell['quantity']} differs, {size}{where}"
+    return f"from iteration {cell['iteration']} on the {cell['quantity']} differs, {size}"
+
+
+def place(cell: Cell) -> str:
+    """Where a wrong cell first differs; "" if it was not located."""
+    return f"first in {cell['where']}" if cell.get("where") else ""
 
 
 def matrix(cells: Sequence[Cell]) -> list[tuple[str, Mode, list[Cell | None]]]:
@@ -152,7 +156,12 @@ class Fault:
     verdict: str
     said: str
     """What was measured, in words."""
-    releases: tuple[str, ...]
+    cells: tuple[Cell, ...]
+    """Of one release each."""
+
+    @property
+    def releases(self) -> list[str]:
+        return [cell["release"] for cell in self.cells]
 
     @property
     def changes(self) -> list[Change]:
@@ -166,8 +175,20 @@ class Fault:
         ]
 
     @property
+    def places(self) -> str:
+        """Where those that were located first differ."""
+        located: dict[str, list[str]] = {}
+        for cell in self.cells:
+            if place(cell):
+                located.setdefault(place(cell), []).append(cell["release"])
+        if list(located.values()) == [self.releases]:
+            return "; ".join(located)
+        return "; ".join(f"{name} ({', '.join(releases)})" for name, releases in located.items())
+
+    @property
     def words(self) -> list[str]:
-        return [NAMES[self.strategy], self.mode.name, self.verdict, ", ".join(self.releases), self.said]
+        measured = "; ".join(filter(None, (self.said, self.places)))
+        return [NAMES[self.strategy], self.mode.name, self.verdict, ", ".join(self.releases), measured]
 
 
 def faults(cells: Sequence[Cell]) -> list[Fault]:
@@ -176,10 +197,10 @@ def faults(cells: Sequence[Cell]) -> list[Fault]:
         for cell in row:
             if cell is None or cell["verdict"] == RIGHT:
                 continue
-            fault = Fault(strategy, mode, cell["verdict"], sentence(cell), (cell["release"],))
+            fault = Fault(strategy, mode, cell["verdict"], sentence(cell), (cell,))
             last = merged[-1] if merged else None
-            if last and replace(last, releases=fault.releases) == fault:
-                merged[-1] = replace(last, releases=(*last.releases, cell["release"]))
+            if last and replace(last, cells=fault.cells) == fault:
+                merged[-1] = replace(last, cells=(*last.cells, cell))
             else:
                 merged.append(fault)
     return merged
@@ -235,7 +256,7 @@ def html_row(strategy: str, mode: Mode, row: Sequence[Cell | None]) -> str:
     columns = [f"<th scope='row'>{html.escape(NAMES[strategy])}</th><td>{html.escape(mode.meaning)}</td>"]
     for cell in row:
         kind = cell["verdict"].replace(" ", "-") if cell else "not-measured"
-        title = sentence(cell) if cell and cell["verdict"] != RIGHT else ""
+        title = "; ".join(filter(None, (sentence(cell), place(cell)))) if cell and cell["verdict"] != RIGHT else ""
         columns.append(f"<td class='{kind}' title='{html.escape(title, quote=True)}'>{html.escape(short(cell))}</td>")
     return f"<tr>{''.join(columns)}</tr>"
 

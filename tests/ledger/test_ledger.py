@@ -104,12 +104,17 @@ CELLS = [
 def test_a_wrong_cell_says_where_it_first_differs(tmp_path):
     place = "iteration 1, gradient reduced over the ranks, lm_head.bias, ranks 0, 1"
     wrong = {"iteration": 1, "quantity": "gradient norm", "times": 70000.0}
-    located = [cell("0.18.1", WRONG, **wrong, where=place), cell("0.18.2", WRONG, **wrong, where=place)]
+    located = [cell(release, WRONG, **wrong, where=place) for release in ("0.18.1", "0.18.2")]
+    measured = "from iteration 1 on the gradient norm differs, up to 70,000 times the bound"
+    tables.write(tmp_path, located)
+    assert f"| 0.18.1, 0.18.2 | {measured}; first in {place} |" in " ".join(
+        (tmp_path / "ledger.md").read_text().split()
+    )
     tables.write(tmp_path, [*located, cell("0.18.3", WRONG, **wrong)])
     text, page = (tmp_path / "ledger.md").read_text(), (tmp_path / "ledger.html").read_text()
-    measured = f"from iteration 1 on the gradient norm differs, up to 70,000 times the bound; first in {place}"
-    assert f"| 0.18.1, 0.18.2 | {measured} |" in " ".join(text.split())
-    assert f"first in {place}" in page
+    some = f"{measured}; first in {place} (0.18.1, 0.18.2)"
+    assert f"| 0.18.1, 0.18.2, 0.18.3 | {some} |" in " ".join(text.split())
+    assert some in page
 
 
 def test_a_page_keeps_the_cells_that_are_not_measured_again(tmp_path):
