@@ -7,6 +7,7 @@ from pathlib import Path
 
 from t5bench import REPOSITORY
 from t5bench.plan.draft import Draft
+from t5bench.record.ds_config import WHY_NO_CURRICULUM
 from t5bench.record.plan import Strategy, by_name
 from t5bench.record.settings import (
     BY_NAME,
@@ -36,6 +37,7 @@ DECIDED_ELSEWHERE = {
     **dict.fromkeys(("--recompute-granularity", "--recompute-activations"), "Use RECOMPUTE"),
     "--use-distributed-optimizer": "Choose a ZeRO strategy",
     "--use-checkpoint-args": "The settings define the model, and the record and the comparison rely on them",
+    "--data-efficiency-curriculum-learning": WHY_NO_CURRICULUM,
     "--help": "It starts no run; a launcher's own --help comes before --",
     "--DDP-impl": "The record, the cost model and the parity check know only the engine's own DDP",
     "--distributed-backend": "DEVICE and SHARE_GPUS decide it",

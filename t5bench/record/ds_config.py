@@ -105,6 +105,13 @@ FROM_SETTINGS: Options = {
     "steps_per_print": whole(1),
 }
 
+# Both spellings of DeepSpeed's curriculum learning; docs/gpt.md has what each does.
+CURRICULUM = {"curriculum_learning", "data_efficiency"}
+WHY_NO_CURRICULUM = (
+    "With curriculum learning sequences grow and the samples are others, so such a run compares with none; "
+    "docs/gpt.md has what was tried"
+)
+
 
 def check_strategy(config: Any, file: str) -> None:
     """A strategy's own file. Raises Problem.
@@ -148,7 +155,8 @@ def _check(value: Any, options: "Check | Options", source: str, path: str) -> No
     unknown = sorted(value.keys() - options.keys())
     if unknown:
         said = f"{', '.join(_joined(path, name) for name in unknown)} would have no effect or change what is trained"
-        raise Problem(f"{source}: {said}. It may have: {', '.join(options)}", "Remove it")
+        remedy = f"Remove it. {WHY_NO_CURRICULUM}" if CURRICULUM.intersection(unknown) else "Remove it"
+        raise Problem(f"{source}: {said}. It may have: {', '.join(options)}", remedy)
     for name, inner in value.items():
         _check(inner, options[name], source, _joined(path, name))
 

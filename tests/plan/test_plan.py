@@ -496,6 +496,7 @@ FINETUNING = "--finetune --load /run/checkpoints"
         ("ddp", "--train-data-path /other", {}, "launcher-argument"),
         ("ddp", "--DDP-impl torch", {}, "launcher-argument"),
         ("ddp", "--sequence-parallel", {}, "launcher-argument"),
+        ("zero1", "--data-efficiency-curriculum-learning", {"MODEL_FAMILY": "gpt"}, "launcher-argument"),
         ("ddp", "--swiglu", {}, "launcher-argument"),
         ("ddp", "--normalization rmsnorm", {}, "launcher-argument"),
         ("ddp", "--use-rotary-position-embeddings", {}, "launcher-argument"),

@@ -65,6 +65,13 @@ def test_a_value_that_deepspeed_would_misread_is_named(config: Any, said: str):
     assert said in str(raised.value) and str(raised.value).startswith(FILE) and raised.value.remedy
 
 
+@pytest.mark.parametrize("name", ["curriculum_learning", "data_efficiency"])
+def test_curriculum_learning_is_refused_with_its_reason(name: str):
+    with pytest.raises(Problem, match=f"{name} would have no effect or change what is trained") as raised:
+        check_strategy(zero() | {name: {"enabled": True}}, FILE)
+    assert "sequences grow" in raised.value.remedy and "docs/gpt.md" in raised.value.remedy
+
+
 def test_values_as_json_writes_them_are_accepted():
     check_strategy(zero(reduce_bucket_size=5e8, overlap_comm=True, offload_optimizer={"device": "none"}), FILE)
     check_strategy({"zero_optimization": {"stage": 1}}, "ninth.json")
