@@ -66,8 +66,11 @@ die() {
   exit 2
 }
 
-[[ -d $REPO_ROOT/t5bench/plan ]] || die "$REPO_ROOT holds only a part of this repository: t5bench/ is missing" \
-  "Clone or copy the whole repository to this node; its scripts do not run alone"
+for part in t5bench/{__init__.py,plan,record,model,run} native ds_configs patches; do
+  [[ -e $REPO_ROOT/$part ]] || die "$REPO_ROOT holds only a part of this repository: $part is missing" \
+    "Clone or copy the whole repository to this node; its scripts do not run alone"
+done
+unset part
 pwd -P >/dev/null 2>&1 || die "the current directory was removed" "Change to one that exists"
 
 # ---- signals -------------------------------------------------------------------------------------------------------

@@ -346,11 +346,15 @@ def test_a_smoke_run_can_be_followed_by_the_real_one(project: Project):
     assert project.launch("ddp").returncode == 0
 
 
-def test_a_part_of_the_repository_does_not_start(project: Project):
-    shutil.rmtree(project.root / "t5bench")
+@pytest.mark.parametrize(
+    ("part", "named"),
+    [("t5bench", "t5bench/__init__.py"), ("t5bench/record", "t5bench/record"), ("ds_configs",) * 2, ("native",) * 2],
+)
+def test_a_part_of_the_repository_does_not_start(project: Project, part: str, named: str):
+    shutil.rmtree(project.root / part)
     result = project.launch("ddp")
     assert result.returncode == 2 and not project.was_started()
-    assert "holds only a part of this repository: t5bench/ is missing" in result.stderr
+    assert f"holds only a part of this repository: {named} is missing" in result.stderr
     assert "Clone or copy the whole repository" in result.stderr
 
 
