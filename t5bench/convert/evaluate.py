@@ -19,8 +19,8 @@ from native.data import TokenFile, Vocabulary, open_data, split_documents
 from t5bench import Problem
 from t5bench.convert.exported import ExportedModel, add_model_arguments, open_model
 from t5bench.convert.scores import last_words, ordinary_spaces, read_texts, total_loss
+from t5bench.convert.trained import settings_of
 from t5bench.record.plan import Plan
-from t5bench.record.records import load
 
 MOST_PERPLEXITY = math.exp(700)
 
@@ -43,12 +43,13 @@ def run(arguments: argparse.Namespace) -> int:
         raise Problem(f"--stride must be 1 to {model.length}, found {stride}")
     if (arguments.wikitext or arguments.lambada) and model.is_t5:
         raise Problem("WikiText and LAMBADA are for a GPT; this model is a T5", "Leave out --wikitext and --lambada")
-    if not (arguments.run / "config.json").is_file():
-        plan = load(arguments.run).plan
-        figures |= validation(model, plan, arguments.data or plan.data_prefix, arguments.samples, stride)
+    settings = settings_of(arguments.run)
+    if settings:
+        prefix = arguments.data or settings.plan.data_prefix
+        figures |= validation(model, settings.plan, prefix, arguments.samples, stride)
     elif not (arguments.wikitext or arguments.lambada):
-        remedy = "Name the run's directory instead, or add --wikitext FILE or --lambada FILE"
-        raise Problem(f"{arguments.run} is an export, and the validation data belong to the run", remedy)
+        remedy = "Name the run's directory instead, or for a GPT add --wikitext FILE or --lambada FILE"
+        raise Problem(f"{arguments.run} is no run with a record, and the validation data belong to a run", remedy)
     if arguments.wikitext:
         figures |= wikitext(model, arguments.wikitext, stride)
     if arguments.lambada:

@@ -6,6 +6,7 @@ needs little more memory than one such file.
 
 import argparse
 import json
+import re
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -57,6 +58,7 @@ def export(model: TrainedModel, output: Path, tokenizer_directory: Path, max_sha
     if len(tokenizer) > words:
         found = f"the tokenizer in {tokenizer_directory} has {len(tokenizer)} tokens, the model {words}"
         raise Problem(found, "Name the tokenizer that the run was trained with: --tokenizer DIR")
+    check_shard_size(max_shard_size)
     transformers = import_transformers()
     special_tokens = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     config = configuration(model, special_tokens)
@@ -80,6 +82,13 @@ def export(model: TrainedModel, output: Path, tokenizer_directory: Path, max_sha
         partial.rename(output)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def check_shard_size(text: str) -> None:
+    """Raises Problem unless it is a size as huggingface_hub reads it."""
+    number = re.fullmatch(r"(\d+(?:\.\d+)?)(?:KB|MB|GB|TB)", text.upper())
+    if not number or float(number[1]) <= 0:
+        raise Problem(f"--max-shard-size must be a size, found '{text}'", f"For example {DEFAULT_SHARD} or 500MB")
 
 
 def expected_shapes(model_class: Any, config: Any) -> dict[str, torch.Size]:

@@ -47,19 +47,30 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 def open_model(arguments: argparse.Namespace) -> ExportedModel:
     """Raises Problem."""
+    device = usable_device(arguments.device)
     directory = exported_directory(arguments.run, arguments.tokenizer)
     transformers = import_transformers()
-    default = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        device = torch.device(arguments.device or default)
         config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
         name = "AutoModelForSeq2SeqLM" if config.is_encoder_decoder else "AutoModelForCausalLM"
         model = getattr(transformers, name).from_pretrained(directory, dtype="auto").to(device).eval()
         tokenizer = transformers.AutoTokenizer.from_pretrained(directory, use_fast=False)
-    except (OSError, ValueError, RuntimeError, AssertionError) as error:  # AssertionError: a torch without CUDA
+    except (OSError, ValueError, RuntimeError) as error:
         reason = str(error).strip().splitlines()[0]
         raise Problem(f"{directory} cannot be loaded: {reason}", "Remove it, and export the run again") from error
     return ExportedModel(directory, model, tokenizer, device)
+
+
+def usable_device(name: str | None) -> torch.device:
+    """The device of this name, or a GPU if there is one. Raises Problem if nothing can be computed there."""
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name or default)
+        float(torch.zeros(1, device=device))
+    except (RuntimeError, AssertionError, NotImplementedError) as error:  # AssertionError: a torch without CUDA
+        reason = str(error).strip().splitlines()[0]
+        raise Problem(f"--device {name} cannot be used: {reason}", f"Use {default}, or leave it out") from error
+    return device
 
 
 def exported_directory(path: Path, tokenizer: Path | None) -> Path:

@@ -5,6 +5,7 @@ the same --seed draws the same ones.
 """
 
 import argparse
+import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,7 +46,11 @@ def read_prompts(arguments: argparse.Namespace) -> list[str]:
     prompts = list(arguments.prompt)
     if arguments.prompts:
         is_input = str(arguments.prompts) == "-"
-        text = sys.stdin.read() if is_input else arguments.prompts.read_text(encoding="utf-8")
+        try:
+            text = sys.stdin.read() if is_input else arguments.prompts.read_text(encoding="utf-8")
+        except ValueError as error:
+            remedy = "Name a file with a prompt on each line, in UTF-8"
+            raise Problem(f"{arguments.prompts} is no text: {error}", remedy) from error
         prompts += [line for line in text.splitlines() if line.strip()]
     if not prompts:
         raise Problem("there is no prompt", "Give one: --prompt 'The'; or a file of them: --prompts FILE")
@@ -57,11 +62,12 @@ def generation_options(arguments: argparse.Namespace) -> dict[str, Any]:
     given = {"temperature": arguments.temperature, "top_k": arguments.top_k, "top_p": arguments.top_p}
     options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     limits = [
-        ("--temperature", arguments.temperature, "above 0", lambda value: value > 0),
+        ("--temperature", arguments.temperature, "a number above 0", lambda value: 0 < value < math.inf),
         ("--top-k", arguments.top_k, "at least 1", lambda value: value >= 1),
         ("--top-p", arguments.top_p, "above 0 and at most 1", lambda value: 0 < value <= 1),
         ("--max-new-tokens", arguments.max_new_tokens, "at least 1", lambda value: value >= 1),
         ("--samples", arguments.samples, "at least 1", lambda value: value >= 1),
+        ("--seed", arguments.seed, "0 to 2**64 - 1", lambda value: 0 <= value < 2**64),
     ]
     for name, value, bounds, is_right in limits:
         if value is not None and not is_right(value):

@@ -6,6 +6,7 @@ are read one by one, so a model takes the memory of one rank's part of it.
 
 import argparse
 import json
+import re
 import shlex
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from t5bench import Problem
+from t5bench.convert.export import CLASSES, expected_shapes
 from t5bench.convert.reshape import write
 from t5bench.convert.shards import HEAD, WORDS, Cut
 from t5bench.convert.tokenizer import tokenizer_of
@@ -27,6 +29,8 @@ from t5bench.model.job import Architecture
 MULTIPLE = 128  # the launchers pad a vocabulary to a multiple of this in every layout
 NEVER = -1e4  # the output bias of rows that no token has
 ACTIVATIONS = ("gelu", "gelu_new")
+# What files have besides parameters of their own: masks, and other names of the tied embedding.
+NO_PARAMETER = re.compile(r"\.attn\.(masked_)?bias$|^lm_head\.weight$|\.embed_tokens\.weight$")
 INDEX = "model.safetensors.index.json"
 ONE_FILE = "model.safetensors"
 
@@ -49,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
     architecture = architecture_of(config)
     args = engine_arguments(architecture, config, DTYPES[arguments.precision], source)
     cut = Cut.of(args, arguments.tp, arguments.pp)
-    check_vocabulary(source, architecture)
+    check_vocabulary(source, architecture, config.vocab_size)
     weights = ImportedWeights(source, config, architecture, DTYPES[arguments.precision])
     head = {"args": args, "iteration": 0, "tokens": 0, "checkpoint_version": 3.0}
     write(head, weights, arguments.run / "checkpoints", cut)
@@ -178,8 +182,9 @@ def engine_arguments(architecture: Architecture, config: Any, dtype: torch.dtype
     )
 
 
-def check_vocabulary(source: Path, architecture: Architecture) -> None:
-    """Raises Problem unless the engine, which only knows the tokenizer, will have as many rows."""
+def check_vocabulary(source: Path, architecture: Architecture, model_words: int) -> None:
+    """Raises Problem unless the model knows the tokenizer's words, and the engine, which only knows the tokenizer, will
+    have as many rows."""
     words = len(tokenizer_of(source, architecture.family))
     rows = -(-words // MULTIPLE) * MULTIPLE
     if rows != architecture.padded_vocabulary:
@@ -187,6 +192,9 @@ def check_vocabulary(source: Path, architecture: Architecture) -> None:
         raise Problem(
             f"{found}, but the model's has {architecture.padded_vocabulary}", "Name a model with its tokenizer"
         )
+    if words > model_words:
+        found = f"the tokenizer in {source} has {words} tokens, but the model knows {model_words}"
+        raise Problem(found, "Name a model with its tokenizer")
 
 
 class ImportedWeights(Mapping[str, Tensor]):
@@ -199,14 +207,31 @@ class ImportedWeights(Mapping[str, Tensor]):
         self._dtype = dtype
         self._files = weight_files(source)
         self._parts: dict[str, list[tuple[str, Twin]]] = {}
+        self._names: dict[str, str] = {}  # in the files, by the names in Transformers' class
         for name, twin in twins(architecture).items():
             # GPT-2's own files have these names without the prefix.
             stored = name if name in self._files else name.removeprefix("transformer.")
             if stored not in self._files:
                 raise Problem(f"the files in {source} lack {name}", "Save the model again with save_pretrained")
+            self._names[name] = stored
             self._parts.setdefault(twin.source, []).append((stored, twin))
+        self._check_files(source, config, architecture)
         if architecture.family == "t5":
             self._check_positions(source)
+
+    def _check_files(self, source: Path, config: Any, architecture: Architecture) -> None:
+        """Parameters of other sizes would be cut wrong, and others would be left out unseen."""
+        used = {stored: name for name, stored in self._names.items()}
+        other = sorted(name for name in self._files.keys() - used.keys() if not NO_PARAMETER.search(name))
+        if other:
+            found = f"the files in {source} also have {other[0]}, which the engine's model lacks"
+            raise Problem(found, "Save the language model alone")
+        expected = expected_shapes(getattr(import_transformers(), CLASSES[architecture.family]), config)
+        for stored, name in used.items():
+            shape = self._shape(stored)
+            if shape != list(expected[name]):
+                found = f"{stored} in {source} has the shape {shape}, but its config.json means {list(expected[name])}"
+                raise Problem(found, "Save the model again with save_pretrained")
 
     def _check_positions(self, source: Path) -> None:
         encoder, decoder = (self._read(f"model.{stack}.embed_positions.weight") for stack in ("encoder", "decoder"))
@@ -219,6 +244,12 @@ class ImportedWeights(Mapping[str, Tensor]):
 
         with safe_open(self._files[stored], framework="pt") as file:
             return file.get_tensor(stored)
+
+    def _shape(self, stored: str) -> list[int]:
+        from safetensors import safe_open
+
+        with safe_open(self._files[stored], framework="pt") as file:
+            return file.get_slice(stored).get_shape()
 
     def __getitem__(self, name: str) -> Tensor:
         parts = [(self._read(stored), twin) for stored, twin in self._parts[WORDS if name == HEAD else name]]
@@ -257,8 +288,11 @@ def weight_files(directory: Path) -> dict[str, Path]:
     from safetensors import SafetensorError, safe_open
 
     if (directory / INDEX).is_file():
-        stored = json.loads((directory / INDEX).read_text())["weight_map"]
-        return {name: directory / file for name, file in stored.items()}
+        try:
+            stored = json.loads((directory / INDEX).read_text())["weight_map"]
+            return {name: directory / file for name, file in stored.items()}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise Problem(f"{directory / INDEX} is no index of files", "Copy it again") from error
     path = directory / ONE_FILE
     if not path.is_file():
         raise Problem(f"{directory} has no {ONE_FILE}", "Save the model again: save_pretrained writes it")

@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
     state, reason = training_state(model)
     if model.engine == "native":
         if not state:
-            raise Problem(f"{arguments.run} cannot be reshaped: {reason}")
+            raise Problem(f"{arguments.run} cannot be reshaped: {reason}", "Name the run that was trained")
         write_native(model, state, output / "checkpoints", cut)
     else:
         write(model.head, model.weights, output / "checkpoints", cut, state)

@@ -14,7 +14,7 @@ def check_gaps(text: str) -> None:
     if gaps != list(range(len(gaps))) or not gaps:
         names = " ".join(f"<extra_id_{number}>" for number in gaps) or "none"
         remedy = "For example: 'The <extra_id_0> walks in <extra_id_1> park.'"
-        raise Problem(f"a T5 fills the gaps <extra_id_0>, <extra_id_1> ... of a prompt, found {names}", remedy)
+        raise Problem(f"a T5 fills gaps that are named <extra_id_0>, <extra_id_1> ... in order, found {names}", remedy)
 
 
 def fillings(output: str) -> dict[int, str]:

@@ -12,8 +12,8 @@ from t5bench import Problem
 from t5bench.convert.checkpoint_file import read_checkpoint_file
 from t5bench.convert.shards import Cut, Weights, whole_weights
 from t5bench.model.job import Architecture
-from t5bench.record.checkpoints import TRACKER, Checkpoints
-from t5bench.record.records import Run, load
+from t5bench.record.checkpoints import RESHAPED_FROM, TRACKER, Checkpoints
+from t5bench.record.records import Run, load, load_settings
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 IMPORTED = "release"  # Megatron's name for a checkpoint of no iteration
@@ -51,7 +51,7 @@ class TrainedModel:
     def of_run(cls, directory: Path, iteration: int | None = None) -> "TrainedModel":
         """iteration: of the checkpoint, unless it is to be the newest. Raises Problem."""
         if not any(directory.glob("node*.json")) and (directory / "checkpoints" / TRACKER).is_file():
-            return cls._without_record(directory)
+            return cls._without_record(directory, iteration)
         record = load(directory)
         # The directory may have been moved, or copied to this machine.
         plan = replace(record.plan, output_dir=str(directory))
@@ -68,20 +68,26 @@ class TrainedModel:
         tokenizer = Path(plan.tokenizer)
         if plan.engine == "megatron":
             return cls._of_head(directory, iteration, folder, tokenizer, record)
-        if not record.padded_vocab_size:
-            raise Problem(f"the record of {directory} does not say how large the model's vocabulary is")
         args = native_arguments(record)
         dtype = DTYPES[plan.precision]
         return cls(directory, plan.engine, iteration, folder, args, {}, record.architecture, dtype, tokenizer, record)
 
     @classmethod
-    def _without_record(cls, directory: Path) -> "TrainedModel":
+    def _without_record(cls, directory: Path, wanted: int | None) -> "TrainedModel":
         """A directory that reshape or import has written."""
         written = (directory / "checkpoints" / TRACKER).read_text().strip()
         is_imported = written == IMPORTED
         iteration = 0 if is_imported else int(written)
+        if wanted not in (None, iteration):
+            raise Problem(f"{directory} has no checkpoint of iteration {wanted}", f"It has only that of {iteration}")
         folder = directory / "checkpoints" / (IMPORTED if is_imported else f"iter_{iteration:07d}")
-        return cls._of_head(directory, iteration, folder, None, None)
+        settings = settings_of(directory)
+        if settings is None or settings.plan.engine == "megatron":
+            return cls._of_head(directory, iteration, folder, None, None)
+        args = reshaped_arguments(settings, folder)
+        dtype = DTYPES[settings.plan.precision]
+        tokenizer = Path(settings.plan.tokenizer)
+        return cls(directory, "native", iteration, folder, args, {}, settings.architecture, dtype, tokenizer, None)
 
     @classmethod
     def _of_head(
@@ -101,8 +107,32 @@ class TrainedModel:
         )
 
 
+def settings_of(directory: Path) -> Run | None:
+    """The settings of the run itself, or of the one that was reshaped to this directory; None if it has neither."""
+    for place in (directory, directory / RESHAPED_FROM):
+        if any(place.glob("node*.json")):
+            return load_settings(place)
+    return None
+
+
+def reshaped_arguments(settings: Run, folder: Path) -> Namespace:
+    """As native_arguments, of a checkpoint that reshape has cut for another layout; its files' names say for which."""
+    parts = [path.name.removeprefix("mp_rank_") for path in folder.glob("mp_rank_*")]
+    tp = len({part[:2] for part in parts})
+    pp = len(parts) // tp if tp else 0
+    args = native_arguments(settings)
+    args.native_cut = Cut.of(args, tp, pp)
+    args.tensor_model_parallel_size = tp
+    args.pipeline_model_parallel_size = pp
+    args.deepspeed = False
+    args.zero_stage = 0
+    return args
+
+
 def native_arguments(record: Run) -> Namespace:
     """The native engine's checkpoint has no arguments; these are what its plan says, under Megatron's names."""
+    if not record.padded_vocab_size:
+        raise Problem(f"the record of {record.directory} does not say how many words the model has")
     plan = record.plan
     architecture = record.architecture
     if "virtual_pipeline_stages" in plan.named_arguments:

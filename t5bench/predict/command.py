@@ -83,6 +83,9 @@ def run(args: argparse.Namespace) -> int:
             if plan.layout
         ]
         return executed.run(jobs, args.gpus, args.rank, args.json)
+    if args.gpus is not None or args.rank is not None:
+        remedy = "Set NNODES and NPROC_PER_NODE, add --execute, or rank layouts: python -m t5bench layouts --gpus N"
+        raise Problem("--gpus and --rank say what --execute executes, and it is not given", remedy)
     calibrated = calibration(args) if args.calibrate else None
     entries = []
     refused = {}

@@ -93,6 +93,8 @@ def refusals(gpt: Path, t5: Path) -> dict[str, str]:
         "family": (gpt, {"model_type": "llama"}),
         "scaled": (t5, {"scale_embedding": True}),
         "layers": (t5, {"decoder_layers": 6}),
+        "fewer words": (t5, {"vocab_size": 4100}),
+        "shape": (gpt, {"n_positions": 3 * LENGTH}),
     }
     for name, (source, change) in changes.items():
         directory = shutil.copytree(source, source.with_name(name))
@@ -102,6 +104,13 @@ def refusals(gpt: Path, t5: Path) -> dict[str, str]:
         assert status == 2, said[name]
         assert not directory.with_name(f"{name}-run").exists()
     return said
+
+
+def another_head(gpt: Path) -> str:
+    """A classifier's, which would be left out unseen."""
+    directory = shutil.copytree(gpt, gpt.with_name("classifier"))
+    transformers.GPT2ForSequenceClassification.from_pretrained(gpt).save_pretrained(directory)
+    return command("import", directory, gpt.with_name("classifier-run"))[1]
 
 
 def other_positions(model: Any, t5: Path) -> str:
@@ -122,6 +131,7 @@ def compare(directory: Path) -> dict[str, Any]:
         found[f"gpt {tp} {pp}"] = difference(gpt, gpt_model, tp, pp)
         found[f"t5 {tp} {pp}"] = difference(t5, t5_model, tp, pp)
     found["refusals"] = refusals(gpt, t5)
+    found["refusals"]["head"] = another_head(gpt)
     found["refusals"]["positions"] = other_positions(t5_model, t5)
     return found
 

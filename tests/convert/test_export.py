@@ -11,6 +11,9 @@ from convert.convert_commands import FP32_ROUNDING, MISTAKE, check_logits, scrip
 from harness import NATIVE_STRATEGIES, REPO_ROOT, STRATEGIES
 from real_runs import EXACT, environment, train
 
+from t5bench import Problem
+from t5bench.convert.export import check_shard_size
+
 
 def check_exports(runs: Path, directory: Path) -> None:
     """With noise on every parameter, so that no bias and no norm can hide; the same with two parameters swapped."""
@@ -45,6 +48,13 @@ def test_logits_of_a_gpts_export_are_the_engines_with_every_strategy(tmp_path: P
 def test_logits_of_every_strategys_export_are_megatrons(megatron_runs: Path, megatron_dir: Path, tmp_path: Path):
     """Of GPTs too: tests/engines/test_gpt.py, which trains some."""
     check_logits(tmp_path, megatron_dir, *(megatron_runs / name for name in STRATEGIES))
+
+
+@pytest.mark.parametrize("size", ["", "0", "banana", "5", "0MB", "1 GB", "-1GB", "nanGB"])
+def test_a_size_of_files_that_is_none_is_refused(size: str):
+    with pytest.raises(Problem, match="must be a size"):
+        check_shard_size(size)
+    check_shard_size("1.5gb")
 
 
 @pytest.mark.long

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import os
 import shutil
 from pathlib import Path
@@ -11,7 +12,8 @@ from convert.convert_commands import script, t5bench
 
 from t5bench import Problem
 from t5bench.convert import spans
-from t5bench.convert.generate import generation_options
+from t5bench.convert.exported import usable_device
+from t5bench.convert.generate import generation_options, read_prompts
 from t5bench.convert.scores import ordinary_spaces, windows
 from t5bench.record.records import load
 
@@ -27,15 +29,28 @@ def test_gaps_are_filled_by_their_names():
     assert spans.fillings(text) == {0: "a"}
 
 
+@pytest.mark.parametrize("name", ["banana", "meta", "cuda:99"])
+def test_a_device_on_which_nothing_can_be_computed_is_named(name: str):
+    with pytest.raises(Problem, match=f"--device {name} cannot be used"):
+        usable_device(name)
+
+
+def test_a_file_that_is_no_text_has_no_prompts(tmp_path: Path):
+    file = tmp_path / "prompts"
+    file.write_bytes(b"\xff\xfe")
+    with pytest.raises(Problem, match="is no text"):
+        read_prompts(argparse.Namespace(prompt=[], prompts=file))
+
+
 @pytest.mark.parametrize("prompt", ["no gap", "<extra_id_1>", "<extra_id_0> <extra_id_0>", "<extra_id_1> <extra_id_0>"])
 def test_other_prompts_are_refused_for_a_t5(prompt: str):
-    with pytest.raises(Problem, match="fills the gaps"):
+    with pytest.raises(Problem, match="fills gaps"):
         spans.check_gaps(prompt)
 
 
 def options(**given: object) -> dict[str, object]:
     none = dict.fromkeys(("temperature", "top_k", "top_p", "max_new_tokens"))
-    return generation_options(argparse.Namespace(**none | {"samples": 1} | given))
+    return generation_options(argparse.Namespace(**none | {"samples": 1, "seed": 1234} | given))
 
 
 def test_any_drawing_option_draws():
@@ -44,7 +59,12 @@ def test_any_drawing_option_draws():
 
 
 @pytest.mark.parametrize(
-    "given", [{"temperature": 0}, {"top_k": 0}, {"top_p": 1.5}, {"max_new_tokens": 0}, {"samples": 2}]
+    "given",
+    [
+        *({"temperature": value} for value in (0, math.inf, math.nan)),
+        *({"seed": value} for value in (-1, 2**64)),
+        *({"top_k": 0}, {"top_p": 1.5}, {"max_new_tokens": 0}, {"samples": 2}),
+    ],
 )
 def test_options_that_make_no_sense_are_refused(given: dict[str, float]):
     with pytest.raises(Problem):

@@ -24,6 +24,9 @@ def test_a_model_that_is_imported_and_exported_is_the_same(tmp_path: Path):
         "family": "is a llama",
         "scaled": "embedding is scaled",
         "layers": "lack model.decoder.layers.4",
+        "fewer words": "4101 tokens, but the model knows 4100",
+        "shape": "but its config.json means",
+        "head": "also have score.weight",
         "positions": "different position embeddings",
     }.items():
         assert part in refusals[name]

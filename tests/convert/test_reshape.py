@@ -12,6 +12,7 @@ from t5bench.__main__ import main
 from t5bench.convert.checkpoint_file import read_checkpoint_file as read
 from t5bench.convert.reshape import write
 from t5bench.convert.shards import HEAD, WORDS, Cut, Weights, whole_weights
+from t5bench.convert.trained import TrainedModel, settings_of
 from t5bench.package.relations import contradictions
 from t5bench.record.records import Run, load
 
@@ -143,6 +144,23 @@ def test_a_run_of_the_native_engine_continues_in_another_layout(
     run = native_runs / before
     found = continued(run, tmp_path / after, after, tp, pp, ENGINE="native", MEGATRON_DATA_DIR=str(sample_data))
     check_continues(found, load(run))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("run", "tp", "pp"), [("zero3", 2, 4), ("hybrid", 1, 1)])
+def test_a_reshaped_run_of_the_native_engine_has_the_same_weights(native_runs, tmp_path: Path, run: str, tp, pp):
+    """It can be exported before it continues, under the settings that its run had."""
+    directory = tmp_path / "reshaped"
+    words = ["reshape", native_runs / run, "--tp", tp, "--pp", pp, "--output", directory]
+    assert main([str(word) for word in words]) == 0
+    found = TrainedModel.of_run(directory)
+    expected = TrainedModel.of_run(native_runs / run)
+    assert (found.iteration, found.architecture, found.dtype) == (20, expected.architecture, expected.dtype)
+    assert {*found.weights} == {*expected.weights}
+    assert all(found.weights[name].to(found.dtype).equal(expected.weights[name]) for name in found.weights)
+    assert settings_of(directory).plan.data_prefix == expected.record.plan.data_prefix
+    with pytest.raises(Problem, match="has no checkpoint of iteration 10"):
+        TrainedModel.of_run(directory, 10)
 
 
 @pytest.mark.slow

@@ -217,6 +217,12 @@ def test_an_environment_may_name_the_layout(capsys: pytest.CaptureFixture[str], 
     assert status == 2 and "TENSOR_PARALLEL_SIZE must be a whole number of at least 1, found 'two'" in error
 
 
+@pytest.mark.parametrize("option", ["--gpus", "--rank"])
+def test_predict_does_not_ignore_what_only_the_execution_knows(capsys: pytest.CaptureFixture[str], option: str):
+    status, _, error = t5bench(capsys, "predict", "--device", "h100", option, 8)
+    assert status == 2 and "NNODES and NPROC_PER_NODE" in error and "layouts --gpus" in error
+
+
 @pytest.mark.parametrize("batch", ["", "64"])
 def test_predict_and_layouts_have_the_same_batch(capsys: pytest.CaptureFixture[str], monkeypatch, batch: str):
     if batch:
