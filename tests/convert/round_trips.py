@@ -93,7 +93,6 @@ def refusals(gpt: Path, t5: Path) -> dict[str, str]:
         "family": (gpt, {"model_type": "llama"}),
         "scaled": (t5, {"scale_embedding": True}),
         "layers": (t5, {"decoder_layers": 6}),
-        "fewer words": (t5, {"vocab_size": 4100}),
         "shape": (gpt, {"n_positions": 3 * LENGTH}),
     }
     for name, (source, change) in changes.items():
