@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from t5bench import Problem, note
-from t5bench.convert.export import CLASSES, expected_shapes
+from t5bench.convert.export import CLASSES, SUMMARY, expected_shapes
 from t5bench.convert.reshape import write
 from t5bench.convert.shards import HEAD, WORDS, Cut
 from t5bench.convert.tokenizer import tokenizer_of
@@ -59,6 +59,8 @@ def run(arguments: argparse.Namespace) -> int:
     write(head, weights, arguments.run / "checkpoints", cut)
     print(f"{arguments.run}: {config.architectures[0]} for TP {cut.tp} and PP {cut.pp}. To finetune it:")
     print(f"  {command(architecture, cut, source, arguments)}")
+    if (source / SUMMARY).is_file():
+        print("On the data of the run that it was exported from, leave out TOKENIZER_MODEL.")
     if config.activation_function == "gelu_new":
         print("On a CPU, where the engine's GELU is the exact one, add --openai-gelu: this model has the tanh form.")
     return 0

@@ -66,6 +66,7 @@ def difference(source: Path, model: Any, tp: int, pp: int) -> dict[str, Any]:
     again = run / "again"
     exported, problem = command("export", run, again)
     assert exported == 0, problem
+    _, own_data = command("import", again, run / "imported again", "--precision", "fp32")
     model_class = (
         transformers.AutoModelForSeq2SeqLM if model.config.is_encoder_decoder else transformers.AutoModelForCausalLM
     )
@@ -80,6 +81,7 @@ def difference(source: Path, model: Any, tp: int, pp: int) -> dict[str, Any]:
         "words": words,
         "files": len(files),
         "said": text,
+        "said of an export": own_data,
     }
 
 

@@ -17,6 +17,8 @@ def test_a_model_that_is_imported_and_exported_is_the_same(tmp_path: Path):
         assert result["rows"] % 128 == 0 and result["largest argmax"] < result["words"], "rows that no word has"
         assert result["files"] == (4 if layout.endswith("2 2") else 1)
         assert "--finetune --load" in result["said"]
+        assert "leave out TOKENIZER_MODEL" in result["said of an export"]
+        assert "leave out TOKENIZER_MODEL" not in result["said"]
         is_noted = "the tokenizer has 501 tokens, the model 500" in result["said"]
         assert is_noted == layout.startswith("gpt")
     for name, part in {
