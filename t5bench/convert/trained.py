@@ -132,7 +132,7 @@ def reshaped_arguments(settings: Run, folder: Path) -> Namespace:
 def native_arguments(record: Run) -> Namespace:
     """The native engine's checkpoint has no arguments; these are what its plan says, under Megatron's names."""
     if not record.padded_vocab_size:
-        raise Problem(f"the record of {record.directory} does not say how many words the model has")
+        raise Problem(f"the record of {record.directory} does not say how large the model's vocabulary is")
     plan = record.plan
     architecture = record.architecture
     if "virtual_pipeline_stages" in plan.named_arguments:
