@@ -77,7 +77,7 @@ def test_a_killed_worker_gives_one_sentence_on_the_terminal(cluster: Cluster, pr
         cluster.run(node, "cp", "-r", str(checkpoints.directory), f"{run_directory(project, 'ddp')}/")
         checkpoints.point_to(2)  # only the first rank does
     again = sweep(cluster, project, TRAIN_ITERS="20").stderr
-    said_by_the_first = r"node ([01]) \(node\1\): the engine did not load the checkpoint of iteration 2"
+    said_by_the_first = r"node ([01]) \(node\1\): the engine ignored the checkpoint of iteration 2"
     assert re.search(said_by_the_first, again), again
     assert len(load(run_directory(project, "ddp")).nodes) == 2
 

@@ -143,7 +143,7 @@ def test_a_run_that_did_not_load_its_checkpoint(tmp_path: Path):
     anew = f"{first}\n{second}\n{rest}", f"{second}\n{rest}", EVALUATED.format(0)
     for text in (*anew, rest, EVALUATED.format(2)):
         cause = cause_of(plan, said(tmp_path, text.encode()), no_guard(), 0, None, 0)
-        begins = cause is not None and cause.reason.startswith("the engine did not load the checkpoint of iteration 2")
+        begins = cause is not None and cause.reason.startswith("the engine ignored the checkpoint of iteration 2")
         assert begins == (text in anew)
 
 
