@@ -276,6 +276,20 @@ def test_the_largest_difference_and_its_verdict(
     json.dumps(comparison.to_json(), allow_nan=False)
 
 
+def test_all_is_said_only_where_every_row_was_checked(tmp_path: Path):
+    runs = {name: make_run(tmp_path / name, name) for name in ("ddp", "zero1", "zero2", "zero3")}
+    runs["tensor"] = make_run(tmp_path / "tensor", "tensor", **BETA)
+
+    def sentence(*strategies: str) -> str:
+        verdicts = compare(*(runs[name] for name in strategies), allowed=["engine_arguments"]).verdicts
+        return next(verdict for verdict in verdicts if " as ddp does" in verdict).partition(" as ddp does")[0]
+
+    assert sentence("ddp", "zero1") == "zero1 trains"
+    assert sentence("ddp", "zero1", "zero2") == "Both rows train"
+    assert sentence("ddp", "zero1", "zero2", "zero3") == "All 3 rows train"
+    assert sentence("ddp", "zero1", "zero2", "tensor") == "2 of 3 rows train", "tensor has another Adam"
+
+
 def test_each_repeat_is_judged_by_the_same_training_of_the_baseline(tmp_path: Path):
     for strategy in ("ddp", "zero1"):
         for seed, losses in {"1": curve(), "2": curve((3, 9.0)), "3": curve((4, 9.9))}.items():
