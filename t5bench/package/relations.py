@@ -218,7 +218,7 @@ def _vocabulary(evidence: Evidence) -> Iterator[str]:
         return
     multiple = int(given) * run.layout.tp
     if run.padded_vocab_size and run.padded_vocab_size % multiple:
-        yield f"the padded vocabulary {run.padded_vocab_size} is no multiple of {multiple}"
+        yield f"the padded vocabulary {run.padded_vocab_size} is not a multiple of {multiple}"
     for place, match in evidence.matches(_VOCABULARY):
         size, dummies, padded = map(int, match.groups())
         if size + dummies != padded or dummies >= multiple:

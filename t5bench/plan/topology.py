@@ -118,7 +118,7 @@ def place(draft: Draft) -> None:
         link = f"warning: the master {draft.master_address} is a link-local address"
         draft.notes.append(f"{link}: only nodes on the same cable or switch reach it.")
     if draft.number("NNODES") > 1 and draft.node == "0" and _leads_elsewhere(addresses_of(draft.master_address)):
-        found = f"the master {draft.master_address} is no address of {socket.gethostname()}, but this is node 0"
+        found = f"the master {draft.master_address} is not an address of {socket.gethostname()}, but this is node 0"
         draft.notes.append(f"warning: {found}. Is the node rank right?")
     if draft.number("NNODES") > len(hosts) > 0:
         known = f"HOSTS names {len(hosts)} of the {draft.value('NNODES')} nodes"
@@ -189,7 +189,7 @@ def _lacks(draft: Draft) -> Iterator[Fault]:
         remedy = f"Name node 0 as the master on every node; {master} is right only if this is node 0"
         yield "own-master", f"the master {master} is this host, {here}, but this is node {rank}", remedy
     elif draft.number("NNODES") == 1 and _leads_elsewhere(addresses):
-        found = f"the master {master} is no address of {here}, which is the only node"
+        found = f"the master {master} is not an address of {here}, which is the only node"
         yield "foreign-master", found, "Name localhost, or all nodes: HOSTS='node0 node1', or NNODES"
     if not addresses:
         remedy = "Check the spelling, or use the address that 'getent hosts' prints on the master"

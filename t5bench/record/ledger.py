@@ -30,7 +30,7 @@ def version_of(release: str) -> tuple[int, ...]:
     """The numbers of a release: (0, 18, 2) of "0.18.2+cu124". Raises ValueError for a pre-release or none."""
     numbers = re.fullmatch(r"(\d+(?:\.\d+)*)(?:\+.*)?", release)
     if not numbers:
-        raise ValueError(f"'{release}' is no release")
+        raise ValueError(f"'{release}' is not a release")
     return tuple(map(int, numbers[1].split(".")))
 
 

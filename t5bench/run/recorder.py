@@ -169,7 +169,7 @@ class Part:
                 aside = path.with_name(f"{path.name}.{uuid.uuid4().hex}.aside")
                 with contextlib.suppress(OSError):
                     path.rename(aside)
-                    warn(f"{path} was replaced by something that is no file, which is now {aside.name}")
+                    warn(f"{path} was replaced by something that is not a file, which is now {aside.name}")
 
 
 def wandb_config(part: Mapping[str, Any]) -> dict[str, Any]:

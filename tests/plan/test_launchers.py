@@ -91,7 +91,7 @@ def test_where_the_nodes_come_from(project: Project, strategy, arguments, enviro
         (["127.0.0.2", "0"], {"HOSTS": TWO_HOSTS}, "master-is-not-first", "HOSTS begins with 127.0.0.1"),
         (["no-such-host.invalid", "0"], {"NNODES": "2"}, "unknown-master", "no-such-host.invalid' does not resolve"),
         (["a" * 70, "0"], {"NNODES": "2"}, "unknown-master", "does not resolve"),
-        ([ELSEWHERE, "0"], {"NNODES": "1"}, "foreign-master", f"no address of {OWN_NAME}, which is the only node"),
+        ([ELSEWHERE, "0"], {"NNODES": "1"}, "foreign-master", f"not an address of {OWN_NAME}, which is the only node"),
         ([], {"HOSTS": f"{ELSEWHERE} 192.0.2.8"}, "no-node-rank", "Unable to infer NODE_RANK"),
         ([], {"HOSTS": f"{ELSEWHERE} {ELSEWHERE}"}, "host-twice", f"more than once: {ELSEWHERE} and {ELSEWHERE}"),
         ([OWN_NAME, "1"], {"HOSTS": f"{OWN_NAME} {OWN_NAME.upper()}."}, "host-twice", "a node is named more than once"),

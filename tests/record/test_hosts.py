@@ -51,7 +51,7 @@ def test_commands_refuse_an_invalid_host(tmp_path, monkeypatch, capsys, words: l
 def test_an_own_name_that_other_nodes_cannot_reach(
     addresses: list[str], interface: str, is_wrong: bool, monkeypatch: pytest.MonkeyPatch
 ):
-    """gloo would give the other nodes this address. 10.0.0.99 is no address of this host."""
+    """gloo would give the other nodes this address. 10.0.0.99 is not an address of this host."""
     monkeypatch.setattr(hosts, "is_own", lambda address: address == "10.0.0.2")
     assert bool(own_name_fault("me", addresses, {"GLOO_SOCKET_IFNAME": interface})[0]) == is_wrong
 

@@ -140,7 +140,7 @@ def test_what_is_no_file_in_the_place_of_a_runs_files(project: Project, make: Ca
     errors = launcher.communicate(timeout=60)[1]
     assert launcher.returncode == 0, errors
     # The sampler may be the first to restore its own file.
-    assert errors.count(" was replaced by something that is no file, which is now ") >= len(paths) - 1
+    assert errors.count(" was replaced by something that is not a file, which is now ") >= len(paths) - 1
     run = load(directory, from_log=True)
     assert (run.status, len(run.iterations)) == ("complete", 50)
 
