@@ -35,9 +35,7 @@ def casts_come_last(job: Job) -> bool:
     The native engine makes the copies in an iteration's first micro-batch, and autograd runs what was made first last.
     So from the second micro-batch on, nothing is reduced while the backward pass computes.
     """
-    is_16_bit = job.software.cast_parameters and job.element == 2
-    casts_itself = not job.zero.stage and not job.fully_sharded
-    return is_16_bit and casts_itself and job.micro_batches > 1
+    return job.casts_weights and job.micro_batches > 1
 
 
 def ddp_buckets(job: Job, stage: int) -> list[int]:

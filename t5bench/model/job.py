@@ -298,6 +298,12 @@ class Job:
         return self.zero.reduce_once and self.zero.stage > 1 and self.micro_batches > 1
 
     @property
+    def casts_weights(self) -> bool:
+        """Whether an iteration computes with 16-bit copies of fp32 weights."""
+        is_16_bit = self.software.cast_parameters and self.element == 2
+        return is_16_bit and not self.zero.stage and self.fully_sharded is None
+
+    @property
     def element(self) -> int:
         """Bytes of a parameter and of an activation."""
         return BYTES[self.precision]

@@ -7,7 +7,7 @@ attention kernels and what software keeps.
 
 import bisect
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 
@@ -15,7 +15,7 @@ from t5bench.model import buckets
 from t5bench.model.job import Job
 from t5bench.model.machine import MIB, Device
 from t5bench.model.parameters import Stage, layer_shapes, parameters, stage_of, tensors
-from t5bench.model.schedule import GPIPE
+from t5bench.model.schedule import GPIPE, Step, steps
 from t5bench.model.traffic import sharded_groups
 
 FP32_GRADIENTS = 4  # bytes per parameter of the fp32 gradients that an update makes
@@ -72,7 +72,7 @@ def memory_of(job: Job, stage: int = 0, device: Device | None = None) -> Memory:
     count = parameters(job.architecture, job.parallel, stage)
     states, cpu = _lasting(job, stage, count, device)
     leftover = _leftover(job, part, stage, count)
-    moments = _moments(job, part, stage, count, leftover)
+    moments = _moments(job, stage, count, leftover)
     return Memory(states, moments, cpu, _cached_scores(job), leftover)
 
 
@@ -116,40 +116,127 @@ def _dummy_gradients(job: Job) -> float:
     return float(job.element * sum(prod(shape) for shape in shapes))
 
 
-def _moments(
-    job: Job, part: Stage, stage: int, count: int, leftover: Mapping[str, float]
-) -> dict[str, dict[str, float]]:
+def _moments(job: Job, stage: int, count: int, leftover: Mapping[str, float]) -> dict[str, dict[str, float]]:
     """What comes on top of the states at each moment of an iteration that may be its peak."""
-    a = job.architecture
-    kept = activation_bytes(job, stage)
-    recomputed = kept.pop("recomputed layer", 0.0)  # by then the logits are gone
-    loss, gradients_of_logits = logits_bytes(job, stage)
+    chunks = list(job.parallel.chunks_of(stage))
+    kept = [_of_a_micro_batch(job.apart, chunk) for chunk in chunks]
+    in_work = [one | {"logits that wait": 0.0} for one in kept]
+    loss = []
+    start = []
+    for chunk, one in zip(chunks, in_work, strict=True):
+        at_loss, at_start = logits_bytes(job.apart, chunk)
+        loss.append(one | {"logits and loss": at_loss})
+        start.append(one | {"logits and loss": at_start} | _start_of_backward(job.apart, chunk))
+    recomputed = {"recomputed layer": _recomputed_layer(job, stage)}  # by then the logits are gone
+    copies = {"16-bit copies": sum(_copies(job.apart, chunk) for chunk in chunks)}
     transient = transient_states(job, count)
-    words: dict[str, float] = {}
-    if part.embedding and part.head and a.tied:
-        # The gradient of the tied words from the head and from the decoder's embedding, and their sum. The decoder's
-        # backward pass is done; an encoder still has its activations.
-        words["encoder"] = kept["encoder"] if a.cross_attention else 0.0
-        words["gradients of words"] = 3 * word_gradient(job)
+    forward = transient["forward"] | copies
+    backward = transient["backward"] | copies
+    waiting: dict[str, float] = {}
     if job.parallel.virtual_stages == 1:
         # While a micro-batch is computed, the loop's variable output_tensor still has the graph of the one before, and
         # so its input with its gradient (Megatron-LM core/pipeline_parallel/schedules.py:2280-2336).
-        kept["inputs of stages"] = leftover.get("inputs of stages", 0.0) if job.micro_batches > 1 else 0.0
+        waiting["inputs of stages"] = leftover.get("inputs of stages", 0.0) if job.micro_batches > 1 else 0.0
+    forward_passes = [step for step in _steps(job, stage) if step.way == "F"]
+    backward_passes = [step for step in _steps(job, stage) if step.way == "B"]
+    ends = [_end_of_backward(job.apart, chunk, one["encoder"]) for chunk, one in zip(chunks, kept, strict=True)]
     moments = {
-        "loss": kept | transient["forward"] | {"logits and loss": loss},
-        "start of backward": kept | transient["backward"] | {"logits and loss": gradients_of_logits},
-        "recomputed layer": kept | transient["backward"] | {"recomputed layer": recomputed},
-        "embedding": words | transient["backward"],
+        "loss": _largest(forward_passes, kept, loss) | waiting | forward,
+        "start of backward": _largest(backward_passes, kept, start) | waiting | backward,
+        "recomputed layer": _largest(backward_passes, kept, in_work) | waiting | backward | recomputed,
+        "embedding": _largest(backward_passes, kept, ends) | backward,
         "step": transient["step"] | leftover,
     }
     if job.reduces_once:  # the bucket is not there before the last backward pass has ended
         moments["reduction"] = transient["reduction"]
     if buckets.casts_come_last(job):
-        positions = sum(tensors(a, job.parallel, stage)["embedding"][1:])
-        gradients_of_copies = {"16-bit gradients": job.element * (count - positions)}
-        gradients_of_words = {name: size for name, size in words.items() if name != "encoder"}
-        moments["copies"] = transient["backward"] | gradients_of_copies | gradients_of_words
+        later_passes = [step for step in backward_passes if not step.is_first]
+        ends = [_end_of_later_backward(job.apart, chunk) for chunk in chunks]
+        moments["copies"] = _largest(later_passes, kept, ends) | backward
     return moments
+
+
+def _steps(job: Job, stage: int) -> tuple[Step, ...]:
+    parallel = job.parallel
+    return steps(stage, parallel.pipeline, job.micro_batches, parallel.virtual_stages, parallel.schedule)
+
+
+def _largest(
+    during: Iterable[Step], waiting: Sequence[Mapping[str, float]], in_work: Sequence[Mapping[str, float]]
+) -> dict[str, float]:
+    """What a stage keeps in the one of the steps in which that is most, by component.
+
+    waiting: by chunk, what it keeps of a micro-batch between its forward and its backward pass. in_work: of the
+    micro-batch of the step instead.
+    """
+    sizes = [sum(one.values()) for one in waiting]
+    instead = [sum(own.values()) - size for own, size in zip(in_work, sizes, strict=True)]
+
+    def size_in(step: Step) -> float:
+        return sum(count * size for count, size in zip(step.kept, sizes, strict=True)) + instead[step.chunk]
+
+    fullest = max(during, key=size_in)
+    found = dict(in_work[fullest.chunk])
+    for chunk, one in enumerate(waiting):
+        others = fullest.kept[chunk] - (1 if chunk == fullest.chunk else 0)
+        for name, size in one.items():
+            found[name] = found.get(name, 0.0) + others * size
+    return found
+
+
+def _start_of_backward(job: Job, chunk: int) -> dict[str, float]:
+    """What a chunk of the native engine that computes no loss adds: the gradient that it has received, and one of the
+    last feed-forward block. The gradient of GELU's output takes the output's place; then comes that of the weight,
+    which in the first micro-batch becomes fp32 at once, or that of GELU's input.
+    """
+    a = job.architecture
+    part = stage_of(a, job.parallel, chunk)
+    if job.engine != "native" or part.head:
+        return {}
+    weight = a.hidden * (job.element + (4 if job.casts_weights else 0))
+    gelu_input = job.tokens(part.decoder_layers > 0) * job.element
+    first = max(weight, gelu_input) * a.ffn / job.parallel.tensor
+    return {"messages": _messages(job, chunk)[1], "first gradients": first}
+
+
+def _end_of_backward(job: Job, chunk: int, encoder: float) -> dict[str, float]:
+    """What a chunk has of a micro-batch while the words get their gradient. encoder: bytes of its activations."""
+    a = job.architecture
+    part = stage_of(a, job.parallel, chunk)
+    found = {"messages": 2 * sum(_messages(job, chunk))}
+    if not part.embedding:
+        return found
+    if part.head and a.tied:
+        # The gradient of the tied words from the head and from the decoder's embedding, and their sum. The decoder's
+        # backward pass is done; an encoder still has its activations.
+        found["encoder"] = encoder if a.cross_attention else 0.0
+        found["gradients of words"] = 3 * word_gradient(job)
+    else:
+        found["gradients of words"] = word_gradient(job)
+    return found
+
+
+def _end_of_later_backward(job: Job, chunk: int) -> dict[str, float]:
+    """The same where the gradients of all 16-bit copies wait for the end, when one after the other becomes fp32."""
+    found = _end_of_backward(job, chunk, encoder=0.0) | {"16-bit gradients": _copies(job, chunk)}
+    by_part = tensors(job.architecture, job.parallel, chunk)
+    largest = max(max(sizes, default=0) for sizes in (by_part["encoder"], by_part["decoder"], by_part["head"]))
+    found["gradients of words"] = max(found.get("gradients of words", 0.0), 4 * largest)
+    return found
+
+
+def _copies(job: Job, chunk: int) -> float:
+    """Bytes of the 16-bit copies of a chunk's fp32 weights, and of their gradients.
+
+    The tables of an embedding are read in fp32, and only what is read is cast; a head needs a copy of its words.
+    """
+    if not job.casts_weights:
+        return 0.0
+    by_part = tensors(job.architecture, job.parallel, chunk)
+    tables = by_part["embedding"]
+    if stage_of(job.architecture, job.parallel, chunk).head:
+        tables = tables[1:]
+    return job.element * (parameters(job.architecture, job.parallel, chunk) - sum(tables))
 
 
 def states_of(job: Job) -> dict[str, tuple[float, float]]:
@@ -206,8 +293,6 @@ def transient_states(job: Job, count: int) -> dict[str, dict[str, float]]:
     forward: dict[str, float] = {}
     backward: dict[str, float] = {}
     step: dict[str, float] = {}
-    if job.software.cast_parameters and not zero.stage and e == 2:
-        forward["16-bit copies"] = backward["16-bit copies"] = e * count
     if zero.stage in (1, 2):
         backward["reduction bucket"] = step["reduction bucket"] = _reduction_bucket(job)
     if zero.stage:
@@ -459,21 +544,31 @@ def in_flight(job: Job, stage: int) -> int:
 
 def activation_bytes(job: Job, stage: int = 0) -> dict[str, float]:
     """What a stage keeps of all micro-batches in flight, by component, after a forward pass and before the loss."""
-    part = stage_of(job.architecture, job.parallel, stage)
-    chunks = in_flight(job, stage)
-    v = job.parallel.virtual_stages
-    kept = {
-        "encoder": part.encoder_layers and part.encoder_layers * layer_bytes(job, False) * chunks / v,
-        "decoder": part.decoder_layers and part.decoder_layers * layer_bytes(job, True) * chunks / v,
-        "ends of stacks": chunks / v * _ends(job, part) if v == 1 else _ends(job, part),
-        "pipeline's buffers": _pipeline_buffers(job, part, stage, chunks),
-    }
+    kept = [_of_a_micro_batch(job.apart, chunk) for chunk in job.parallel.chunks_of(stage)]
+    in_work = [one | {"logits that wait": 0.0} for one in kept]
+    found = _largest([step for step in _steps(job, stage) if step.way == "F"], kept, in_work)
     if job.recompute != "none":
-        kept["recomputed layer"] = _recomputed_layer(job, part)
-    return kept
+        found["recomputed layer"] = _recomputed_layer(job, stage)
+    return found
 
 
-def _pipeline_buffers(job: Job, part: Stage, stage: int, micro_batches: int) -> float:
+def _of_a_micro_batch(job: Job, chunk: int) -> dict[str, float]:
+    """What a chunk of the model keeps of a micro-batch between its forward and its backward pass, by component.
+
+    In the job (Job.apart) a stage has no other chunk.
+    """
+    part = stage_of(job.architecture, job.parallel, chunk)
+    return {
+        "encoder": part.encoder_layers * layer_bytes(job, False) if part.encoder_layers else 0.0,
+        "decoder": part.decoder_layers * layer_bytes(job, True) if part.decoder_layers else 0.0,
+        "ends of stacks": _ends(job, part),
+        "pipeline's buffers": _pipeline_buffers(job, part, chunk),
+        # Where the backward pass does not follow at once, as under GPipe: the logarithms of softmax, in fp32.
+        "logits that wait": 4 * _logits(job) if part.head else 0.0,
+    }
+
+
+def _pipeline_buffers(job: Job, part: Stage, stage: int) -> float:
     """Of a micro-batch in flight DeepSpeed's pipeline engine also keeps its output, and its input, of which the first
     layer has a clone. Under tensor parallelism: a slice of the output, and the first layer's own input
     (deepspeed 0.18.3, runtime/pipe/engine.py:712-764)."""
@@ -483,11 +578,14 @@ def _pipeline_buffers(job: Job, part: Stage, stage: int, micro_batches: int) -> 
     outputs = 0.0 if part.head else 1 / tensor
     inputs = 1 if stage > 0 and tensor == 1 else 0
     tokens = job.tokens(part.decoder_layers > 0)
-    return micro_batches * (outputs + inputs) * tokens * job.architecture.hidden * job.element
+    return (outputs + inputs) * tokens * job.architecture.hidden * job.element
 
 
-def _recomputed_layer(job: Job, part: Stage) -> float:
+def _recomputed_layer(job: Job, stage: int) -> float:
     """What is made again of one layer at a time: all of it, or attention's scores."""
+    if job.recompute == "none":
+        return 0.0
+    part = stage_of(job.architecture, job.parallel, stage)
     not_recomputed = replace(job, recompute="none")
     largest = 0.0
     for is_decoder, layers in ((False, part.encoder_layers), (True, part.decoder_layers)):
@@ -509,12 +607,14 @@ def _ends(job: Job, part: Stage) -> float:
     if has_decoder:
         tokens += job.tokens(True)
     size = _dropped(job, tokens * a.hidden) if part.embedding else 0.0
-    if a.final_norm and (part.head or (a.cross_attention and has_encoder)):
-        size += _norm(job, tokens)
+    if a.final_norm and part.encoder_end:
+        size += _norm(job, job.tokens(False))
+    if a.final_norm and part.head and has_decoder:
+        size += _norm(job, job.tokens(True))
     if a.cross_attention and has_decoder and not has_encoder:
         size += job.tokens(False) * a.hidden * job.element  # the encoder's output, received
     if job.engine == "native" and job.parallel.pipeline > 1:
-        size += _sent(job, part)
+        size += _passed_on(job, part)
     if a.family == "bert" and part.head:
         size += 8 * job.tokens(False) * a.hidden  # dense, gelu and norm of the transform
     if a.family != "gpt" and "unfused" in (job.attention, job.causal_attention):
@@ -524,16 +624,41 @@ def _ends(job: Job, part: Stage) -> float:
     return size
 
 
-def _sent(job: Job, part: Stage) -> float:
-    """What a stage of the native engine keeps of its output, in which a decoder's has the encoder's behind it. The
-    final norm's output counts with the norm."""
+def _passed_on(job: Job, part: Stage) -> float:
+    """What a stage of the native engine keeps of its input and output, besides what layers and norms keep.
+
+    A decoder's output has the encoder's behind it, so from the decoder's second stage on this is a slice of the input,
+    of which cross-attention needs a copy in one piece.
+    """
     a = job.architecture
-    tokens = 0
-    if part.decoder_layers and not part.head:
-        tokens = job.tokens(True) + (job.tokens(False) if a.cross_attention else 0)
-    elif part.encoder_layers and not part.decoder_layers:
-        tokens = job.tokens(False)
-    return float(tokens * a.hidden * job.element)
+    width = a.hidden * job.element
+    size = 0.0
+    if part.decoder_layers:
+        encoded = job.tokens(False) * width if a.cross_attention else 0
+        is_second = a.cross_attention and not part.embedding
+        if is_second and (job.micro_batch > 1 or job.parallel.sequence > 1):
+            size += encoded / job.parallel.sequence
+        if not part.head:
+            size += (job.tokens(True) * width + encoded) / job.parallel.sequence
+    elif not part.encoder_end:
+        size += job.tokens(False) * width / job.parallel.sequence
+    return size
+
+
+def _messages(job: Job, chunk: int) -> tuple[float, float]:
+    """Bytes of a micro-batch that a chunk of the native engine receives and sends."""
+    a = job.architecture
+    if job.engine != "native" or job.parallel.pipeline == 1:
+        return 0.0, 0.0
+
+    def sent(part: Stage) -> float:
+        tokens = job.tokens(part.decoder_layers > 0)
+        if part.decoder_layers and a.cross_attention:
+            tokens += job.tokens(False)
+        return 0.0 if part.head else tokens * a.hidden * job.element / job.parallel.sequence
+
+    received = sent(stage_of(a, job.parallel, chunk - 1)) if chunk > 0 else 0.0
+    return received, sent(stage_of(a, job.parallel, chunk))
 
 
 def logits_bytes(job: Job, stage: int = 0) -> tuple[float, float]:
@@ -546,18 +671,26 @@ def logits_bytes(job: Job, stage: int = 0) -> tuple[float, float]:
     tensor = job.parallel.tensor
     if not stage_of(a, job.parallel, stage).head:
         return 0.0, 0.0
-    tokens = job.micro_batch * a.output_length
-    logits = tokens * a.padded_vocabulary / tensor
+    logits = _logits(job)
     width = software.logits
     if tensor > 1 and software.tensor_logits:
         width = software.tensor_logits
-    hidden_states = 2 * tokens * a.hidden * job.element
-    gradients = logits * software.logit_gradients + word_gradient(job) + hidden_states
-    return logits * width, gradients
+    hidden_states = 2 * job.micro_batch * a.output_length * a.hidden * job.element
+    words = word_gradient(job)
+    gradients = logits * software.logit_gradients + words
+    if job.casts_weights:  # it is in 16 bits, and then becomes fp32
+        words_in_16_bits = words * job.element / 4
+        gradients = max(logits * software.logit_gradients + words_in_16_bits, words_in_16_bits + words)
+    return logits * width, gradients + hidden_states
+
+
+def _logits(job: Job) -> float:
+    """Elements of a micro-batch's logits on a tensor-parallel rank."""
+    a = job.architecture
+    return job.micro_batch * a.output_length * a.padded_vocabulary / job.parallel.tensor
 
 
 def word_gradient(job: Job) -> float:
-    """The word embedding's gradient in autograd: fp32 in addition to 16 bits if parameters are cast."""
+    """The word embedding's gradient in autograd: fp32 if parameters are cast."""
     a = job.architecture
-    is_cast = job.software.cast_parameters and job.element == 2 and not (job.zero.stage or job.fully_sharded)
-    return a.padded_vocabulary / job.parallel.tensor * a.hidden * (4 if is_cast else job.element)
+    return a.padded_vocabulary / job.parallel.tensor * a.hidden * (4 if job.casts_weights else job.element)

@@ -23,6 +23,9 @@ class Stage(NamedTuple):
     embeddings: int
     """Two if a stage's chunks begin the encoder and the decoder."""
     head: bool
+    """And with it the end of the decoder, if there is one."""
+    encoder_end: bool
+    """The encoder's last layer."""
 
     @property
     def embedding(self) -> bool:
@@ -49,6 +52,7 @@ def stage_of(a: Architecture, parallel: Parallel, stage: int = 0) -> Stage:
         decoder_layers=held(a.decoder_layers, range(begin, chunks)),
         embeddings=sum(chunk in (0, begin) for chunk in own),
         head=stage == parallel.pipeline - 1,
+        encoder_end=a.encoder_layers > 0 and (begin or chunks) - 1 in own,
     )
 
 
@@ -91,13 +95,11 @@ def tensors(a: Architecture, parallel: Parallel = WHOLE, stage: int = 0) -> dict
     """
     part = stage_of(a, parallel, stage)
     last = parallel.chunks - 1
-    own = parallel.chunks_of(stage)
     begin = parallel.decoder_stage if a.cross_attention and last else 0
-    encoder_end = begin - 1 if a.cross_attention and last else last
     shapes: dict[str, list[Shape]] = {
         "embedding": part.embeddings * _embedding(a, parallel),
-        "encoder": _stack(a, parallel, part.encoder_layers, is_decoder=False, ends=encoder_end in own),
-        "decoder": _stack(a, parallel, part.decoder_layers, is_decoder=True, ends=last in own),
+        "encoder": _stack(a, parallel, part.encoder_layers, is_decoder=False, ends=part.encoder_end),
+        "decoder": _stack(a, parallel, part.decoder_layers, is_decoder=True, ends=part.head),
         "head": _head(a, parallel, has_embedding=last in (0, begin)) if part.head else [],
     }
     return {name: [prod(shape) for shape in shapes_of_part] for name, shapes_of_part in shapes.items()}

@@ -8,6 +8,8 @@ all forwards before all backwards: Huang et al. (https://arxiv.org/abs/1811.0696
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,37 @@ def order(
         steps += [step("F", ahead + k), step("B", k)]
     steps += [step("B", k) for k in range(total - ahead, total)]
     return steps
+
+
+class Step(NamedTuple):
+    """A step of a stage, and what the stage keeps meanwhile."""
+
+    way: str
+    """ "F" or "B"."""
+    chunk: int
+    """The stage's model chunk."""
+    is_first: bool
+    """Whether the micro-batch is an iteration's first."""
+    kept: tuple[int, ...]
+    """For each chunk, the micro-batches of which it keeps the activations, the step's own included."""
+
+
+@lru_cache(maxsize=65536)
+def steps(stage: int, stages: int, micro_batches: int, chunks: int = 1, kind: str = ONE_F_ONE_B) -> tuple[Step, ...]:
+    """The different steps that a stage does. An interleaved schedule's micro-batches are rounded up."""
+    if chunks > 1:
+        micro_batches = -(-micro_batches // stages) * stages
+    if kind != GPIPE:
+        micro_batches = min(micro_batches, 3 * stages)  # later ones repeat their steps
+    kept = [0] * chunks
+    found: dict[Step, bool] = {}
+    for way, micro_batch, chunk in order(stage, stages, micro_batches, chunks, kind):
+        if way == "F":
+            kept[chunk] += 1
+        found[Step(way, chunk, micro_batch == 0, tuple(kept))] = True
+        if way == "B":
+            kept[chunk] -= 1
+    return tuple(found)
 
 
 def one_f_one_b(

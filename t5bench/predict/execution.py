@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed._tools.mem_tracker import MemTracker
+from torch.distributed._tools.mod_tracker import ModTracker
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -260,13 +261,26 @@ class GpuDropout(TorchFunctionMode):
         return function(*args, **kwargs)
 
 
-class TotalMemory(MemTracker):
-    """PyTorch's tracker without its figures of each module, which allow one forward pass alone."""
+class NoModules(ModTracker):
+    """PyTorch's tracker of modules without its hooks on them.
 
-    def _ignore(self, *_: Any) -> None:
+    These would keep a module's inputs and outputs until their gradients are there, and what a pipeline stage received
+    even longer: the memory would be measured too high.
+    """
+
+    def __enter__(self) -> "NoModules":
+        return self
+
+    def __exit__(self, *_: object) -> None:
         pass
 
-    _pre_fw_hook = _post_fw_hook = _pre_bw_hook = _post_bw_hook = _ignore
+
+class TotalMemory(MemTracker):
+    """PyTorch's tracker of memory without its figures of each module, which allow one forward pass alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._mod_tracker = NoModules()
 
 
 class Collectives(TorchDispatchMode):

@@ -28,7 +28,7 @@ from t5bench.model.memory import (
     slack,
 )
 from t5bench.model.parameters import parameters, stage_of
-from t5bench.model.schedule import GPIPE, idle_share, order
+from t5bench.model.schedule import GPIPE, idle_share, order, steps
 
 LARGE = Architecture(24, 24, 1024, 16, 64, 2816, 512, 128, 32128)
 ODD = Architecture(2, 4, 48, 8, 8, 80, 40, 56, 256)  # heads narrower than the hidden size, a decoder that is longer
@@ -199,6 +199,18 @@ def test_micro_batches_in_flight():
     assert [in_flight(job, stage) for stage in range(4)] == [4, 3, 2, 1]
     assert [in_flight(job.on(virtual_stages=3), stage) for stage in (0, 3)] == [2 * 3 + 2 * 4 + 1, 2 * 4 + 1]
     assert in_flight(replace(job, global_batch=2), 0) == 2
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 3])
+@pytest.mark.parametrize("stage", range(4))
+def test_a_stage_keeps_as_many_micro_batches_as_the_schedules_steps_say(stage: int, chunks: int):
+    """In flight: the paper's formulas. Whatever a stage keeps, it has forgotten by the end of its last step."""
+    job = Job(LARGE, Parallel(pipeline=4, virtual_stages=chunks), global_batch=100)
+    found = steps(stage, 4, 100, chunks)
+    assert max(sum(step.kept) for step in found) == in_flight(job, stage)
+    assert min(sum(step.kept) for step in found) == 1
+    assert set(steps(stage, 4, 12, chunks)) == set(found), "later micro-batches bring nothing new"
+    assert max(sum(step.kept) for step in steps(stage, 4, 100, 1, GPIPE)) == 100
 
 
 def test_what_the_allocator_adds():

@@ -67,6 +67,25 @@ def test_padding_changes_no_loss_and_the_decoder_does_not_look_ahead():
     assert not torch.allclose(losses[1, 20:], changed[1, 20:])
 
 
+def test_the_layers_of_a_later_decoder_stage_keep_one_copy_of_the_encoders_output():
+    """It arrives behind the decoder's hidden states, so each layer would have to put it into one piece."""
+    args = parsed("--encoder-num-layers", "6", "--decoder-num-layers", "6")
+    args.pipeline_model_parallel_split_rank = 1
+    model = initial(args, Mesh(pp=Axis(3, 2)))  # with three of the six layers
+    received = torch.randn(2, 32 + 64, 64, requires_grad=True)
+    kept: set[int] = set()
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.shape == (2 * 64, 64):  # what the layers multiply by their weights of keys and values
+            kept.add(tensor.untyped_storage().data_ptr())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model(*batch(torch.Generator().manual_seed(1)), received)
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    assert len(kept - weights) == 1
+
+
 def test_the_learning_rate_is_a_cosine_after_a_linear_warm_up():
     args = parsed("--train-iters", "100", "--lr", "1.0", "--min-lr", "0.2")
     assert [learning_rate(args, n) for n in (0, 50, 100)] == pytest.approx([1.0, 0.6, 0.2])

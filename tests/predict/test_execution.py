@@ -120,6 +120,47 @@ def test_a_stage_of_a_deep_pipeline_sends_what_the_model_says(parallel: Parallel
     assert found.differences == []
 
 
+def deep(pipeline: int, schedule: str) -> Job:
+    """A pipeline with twice as many micro-batches as stages."""
+    chunks = 2 if schedule == "interleaved" else 1
+    parallel = Parallel(1, pipeline, 2, schedule=schedule, virtual_stages=chunks)
+    architecture = replace(SMALL, encoder_layers=6, decoder_layers=6)
+    batch = PLAIN.micro_batch * parallel.data * 2 * pipeline
+    return replace(PLAIN, architecture=architecture, parallel=parallel, global_batch=batch)
+
+
+SOME_STAGES = [(4, "1f1b", 1), (4, "1f1b", 2), (6, "1f1b", 4), (3, "gpipe", 2), (3, "interleaved", 0)]
+ALL_STAGES = [
+    (pipeline, schedule, stage)
+    for pipeline in (2, 3, 4, 6)
+    for schedule in ("1f1b", "gpipe", "interleaved")
+    for stage in range(pipeline)
+]
+
+
+def check_memory(job: Job, stage: int) -> None:
+    found = executed.compare("pipeline", job, stage * job.parallel.tensor * job.parallel.data)
+    assert abs(found.memory_error) < executed.MOST_MEMORY_ERROR, found
+    executed_bytes, predicted_bytes = found.allocated
+    assert executed_bytes == pytest.approx(predicted_bytes, rel=0.005), "something of an iteration stays"
+    assert found.differences == []
+
+
+@pytest.mark.parametrize(("pipeline", "schedule", "stage"), SOME_STAGES)
+def test_a_stage_of_a_deep_pipeline_keeps_what_the_model_says(pipeline: int, schedule: str, stage: int):
+    """In the middle, at the end, and with layers of both stacks."""
+    check_memory(deep(pipeline, schedule), stage)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize(("pipeline", "schedule", "stage"), ALL_STAGES)
+def test_every_stage_of_a_deep_pipeline_keeps_what_the_model_says(
+    pipeline: int, schedule: str, stage: int, precision: str
+):
+    check_memory(replace(deep(pipeline, schedule), precision=precision), stage)
+
+
 @pytest.mark.long
 def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path):
     settings = {"ENGINE": "native", "MODEL_PRESET": "tiny", "MEGATRON_DATA_DIR": str(tmp_path), "HOSTS": ""}
