@@ -218,11 +218,17 @@ def _end_of_backward(job: Job, chunk: int, encoder: float) -> dict[str, float]:
 
 def _end_of_later_backward(job: Job, chunk: int) -> dict[str, float]:
     """The same where the gradients of all 16-bit copies wait for the end, when one after the other becomes fp32."""
-    found = _end_of_backward(job, chunk, encoder=0.0) | {"16-bit gradients": _copies(job, chunk)}
-    by_part = tensors(job.architecture, job.parallel, chunk)
+    a = job.architecture
+    part = stage_of(a, job.parallel, chunk)
+    by_part = tensors(a, job.parallel, chunk)
+    gradients = _copies(job, chunk)
+    if part.embedding and part.head and a.tied and not part.encoder_layers:
+        # The head's of the words is fp32 by now. With an encoder it waits until both embeddings' are added up.
+        gradients -= job.element * by_part["embedding"][0]
     largest = max(max(sizes, default=0) for sizes in (by_part["encoder"], by_part["decoder"], by_part["head"]))
+    found = _end_of_backward(job, chunk, encoder=0.0)
     found["gradients of words"] = max(found.get("gradients of words", 0.0), 4 * largest)
-    return found
+    return found | {"16-bit gradients": gradients}
 
 
 def _copies(job: Job, chunk: int) -> float:

@@ -51,7 +51,8 @@ def rows(job: Job) -> list[Row]:
         counts: Counter[Row] = Counter()
         chunks = job.parallel.chunks_of(stage)
         tensor_parallel = (row for chunk in chunks for row in _tensor_parallel(job.apart, chunk))
-        for row in (*_data_parallel(job, stage), *tensor_parallel, *_pipeline(job, stage)):
+        undivided = _undivided_gradients(job, stage)  # of all chunks together
+        for row in (*_data_parallel(job, stage), *tensor_parallel, *undivided, *_pipeline(job, stage)):
             if row.count and row.bytes:
                 kind = replace(row, count=0)
                 counts[kind] += row.count
@@ -302,7 +303,7 @@ def _divided_activations(job: Job, stage: int) -> Iterator[Row]:
     """Sequence parallelism (https://arxiv.org/abs/2205.05198) as in native/sequence_parallel.py.
 
     Tokens are gathered before a block and scattered after it, and once more each in backward; there the block's first
-    layer also gathers its input again. Then the gradients of what each rank applied to its own tokens are summed.
+    layer also gathers its input again.
     """
     a = job.architecture
     m = job.micro_batches
@@ -329,8 +330,17 @@ def _divided_activations(job: Job, stage: int) -> Iterator[Row]:
     if part.head:
         yield row("head", "all-gather", 1, a.output_length, "each forward")
         yield row("head", "reduce-scatter", 1, a.output_length, "each backward")
-    # A rank has divided / t + undivided parameters, all ranks together divided + undivided ones.
+
+
+def _undivided_gradients(job: Job, stage: int) -> Iterator[Row]:
+    """The native engine's sequence parallelism sums the gradients of what each rank applied to its own tokens.
+
+    A rank has divided / t + undivided parameters, all ranks together divided + undivided ones.
+    """
     t = job.parallel.tensor
+    if t == 1 or job.engine != "native" or not job.parallel.sequence_parallel:
+        return
+    a = job.architecture
     of_a_rank = parameters(a, job.parallel, stage)
     of_all_ranks = parameters(a, replace(job.parallel, tensor=1), stage)
     undivided = (t * of_a_rank - of_all_ranks) // (t - 1)

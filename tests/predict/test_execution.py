@@ -58,6 +58,15 @@ def test_sequence_parallelism_sends_and_keeps_what_the_model_says(sizes: tuple[i
     assert kinds == {"all-gather", "reduce-scatter"}
 
 
+def test_the_parts_of_an_interleaved_stage_sum_their_sequence_parallel_gradients_together():
+    parallel = Parallel(2, 3, 1, sequence_parallel=True, schedule="interleaved", virtual_stages=2)
+    architecture = replace(SMALL, encoder_layers=3, decoder_layers=3)
+    found = executed.compare(
+        "sequence", replace(PLAIN, architecture=architecture, parallel=parallel, global_batch=6), 4
+    )
+    assert found.differences == []
+
+
 @pytest.mark.parametrize("stage", [2, 3])
 def test_zero_that_reduces_once_sends_the_gradients_of_one_micro_batch(stage: int):
     """DeepSpeed's own collectives, whose bytes are those of the formula; reduced in every micro-batch beside it."""
