@@ -77,7 +77,7 @@ class Cell:
     seconds: float
     code: str
     where: str = ""
-    """Of a wrong cell: the iteration, step and module at which its trace first leaves DDP's; empty without a trace."""
+    """Of a wrong cell that was trained again with a trace: where it first differs from DDP, in words."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -282,10 +282,10 @@ class Ledger:
         """Where a wrong cell, trained again, first differs from its reference. Raises Problem."""
         traced = directory / "traced"
         if not has_ended_well(self.train(worker, strategy, mode, traced, with_trace=True)):
-            return f"with a trace it does not run: {judge.why(logs(traced))}"
+            return f"it cannot be traced: {judge.why(logs(traced))}"
         reference = self.train_reference(worker, mode, alone=strategy == BASELINE, with_trace=True)
         location = first_difference(traced, reference)
-        return location.place if location else "no module differs by more than rounding in its trace"
+        return f"first in {location.place}" if location else "its trace shows no difference beyond rounding"
 
     def measure(self, worker: Worker, strategy: str, mode: Mode, directory: Path) -> tuple[judge.Verdict, float]:
         """The verdict on a cell, and the seconds that it took."""

@@ -112,7 +112,7 @@ def sentence(cell: Cell) -> str:
 
 def place(cell: Cell) -> str:
     """Where a wrong cell first differs; "" if it was not located."""
-    return f"first in {cell['where']}" if cell.get("where") else ""
+    return str(cell.get("where", ""))
 
 
 def matrix(cells: Sequence[Cell]) -> list[tuple[str, Mode, list[Cell | None]]]:

@@ -102,17 +102,15 @@ CELLS = [
 
 
 def test_a_wrong_cell_says_where_it_first_differs(tmp_path):
-    place = "iteration 1, gradient reduced over the ranks, lm_head.bias, ranks 0, 1"
+    place = "first in iteration 1, gradient reduced over the ranks, lm_head.bias, ranks 0, 1"
     wrong = {"iteration": 1, "quantity": "gradient norm", "times": 70000.0}
     located = [cell(release, WRONG, **wrong, where=place) for release in ("0.18.1", "0.18.2")]
     measured = "from iteration 1 on the gradient norm differs, up to 70,000 times the bound"
     tables.write(tmp_path, located)
-    assert f"| 0.18.1, 0.18.2 | {measured}; first in {place} |" in " ".join(
-        (tmp_path / "ledger.md").read_text().split()
-    )
+    assert f"| 0.18.1, 0.18.2 | {measured}; {place} |" in " ".join((tmp_path / "ledger.md").read_text().split())
     tables.write(tmp_path, [*located, cell("0.18.3", WRONG, **wrong)])
     text, page = (tmp_path / "ledger.md").read_text(), (tmp_path / "ledger.html").read_text()
-    some = f"{measured}; first in {place} (0.18.1, 0.18.2)"
+    some = f"{measured}; {place} (0.18.1, 0.18.2)"
     assert f"| 0.18.1, 0.18.2, 0.18.3 | {some} |" in " ".join(text.split())
     assert some in page
 
@@ -230,7 +228,9 @@ def test_a_release_with_a_planted_mistake_is_found_and_the_installed_one_is_not_
         wrong = verdicts["0.0.2", name]
         assert (wrong["verdict"], wrong["iteration"], wrong["quantity"]) == (WRONG, 1, "gradient norm")
         assert wrong["times"] > 100
-        assert wrong["where"].startswith("iteration 1, backward pass, ") and wrong["where"].endswith("ranks 0, 1")
+        assert wrong["where"].startswith("first in iteration 1, backward pass, ") and wrong["where"].endswith(
+            "ranks 0, 1"
+        )
     assert verdicts["0.0.1", "zero2"]["where"] == ""
     again = run_ledger(tmp_path / "output", tmp_path / "nothing", "--releases", "0.0.1", *few)
     assert again.stderr.count("right (known)") == 2, again.stderr
