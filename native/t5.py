@@ -94,7 +94,7 @@ class T5(nn.Module):
             encoded = received
         else:
             x, encoded = received.tensor_split([self.decoder_length], dim=1)
-            encoded = encoded.contiguous()  # otherwise each layer's cross-attention makes and keeps a copy of its own
+            encoded = encoded.contiguous()  # or each layer's cross-attention would make a copy, and keep it
         # Entering here rather than in each layer: backward sums the layers' gradients first and sends one.
         x = model["decoder"](x, mask, enter_tp(encoded, self.tp))  # [b, s_dec, hidden]
         if not self.is_last:

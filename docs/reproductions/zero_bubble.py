@@ -3,9 +3,9 @@
     torchrun --nproc_per_node 2 zero_bubble.py
     torchrun --nproc_per_node 2 zero_bubble.py joined
 
-Four stages on two processes: two of an encoder, two of a decoder, whose first one embeds tokens of its own. The first
-command ends with "Trying to backward through the graph a second time", the second one prints errors of 0.0e+00. See
-native/README.md.
+Two processes hold four stages: two of an encoder and two of a decoder. The decoder's first stage embeds its own tokens.
+The first command ends with "Trying to backward through the graph a second time". The second prints errors of 0.0e+00.
+native/README.md explains why.
 """
 
 import sys

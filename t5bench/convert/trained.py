@@ -117,8 +117,9 @@ def settings_of(directory: Path) -> Run | None:
 
 def reshaped_arguments(settings: Run, folder: Path) -> Namespace:
     """As native_arguments, of a checkpoint that reshape has cut for another layout; its files' names say for which."""
-    parts = [path.name.removeprefix("mp_rank_") for path in folder.glob("mp_rank_*")]
-    tp = len({part[:2] for part in parts})
+    parts = [path.name.removeprefix("mp_rank_") for path in folder.glob("mp_rank_*")]  # 00, or 00_000 with stages
+    tensor_parallel_ranks = {part.partition("_")[0] for part in parts}
+    tp = len(tensor_parallel_ranks)
     pp = len(parts) // tp if tp else 0
     args = native_arguments(settings)
     args.native_cut = Cut.of(args, tp, pp)

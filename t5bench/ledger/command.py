@@ -279,12 +279,15 @@ class Ledger:
         return directory
 
     def locate(self, worker: Worker, strategy: str, mode: Mode, directory: Path) -> str:
-        """Where a wrong cell, trained again, first differs from its reference. Raises Problem."""
+        """Where a wrong cell, trained again, first differs from its reference, in words."""
         traced = directory / "traced"
         if not has_ended_well(self.train(worker, strategy, mode, traced, with_trace=True)):
             return f"it cannot be traced: {judge.why(logs(traced))}"
-        reference = self.train_reference(worker, mode, alone=strategy == BASELINE, with_trace=True)
-        location = first_difference(traced, reference)
+        try:
+            reference = self.train_reference(worker, mode, alone=strategy == BASELINE, with_trace=True)
+            location = first_difference(traced, reference)
+        except Problem as problem:
+            return f"it cannot be traced: {problem.found}"
         return f"first in {location.place}" if location else "its trace shows no difference beyond rounding"
 
     def measure(self, worker: Worker, strategy: str, mode: Mode, directory: Path) -> tuple[judge.Verdict, float]:
@@ -308,9 +311,10 @@ def has_ended_well(answer: Mapping[str, Any]) -> bool:
     return not (answer.get("failed") or answer["hangs"] or any(answer["statuses"]))
 
 
-def is_traceable(strategy: str, mode: Mode) -> bool:
-    """The pipeline's own program and a resumed run write no trace."""
-    return strategy not in PIPELINES and not mode.resumes
+def lacks_place(cell: Cell, mode: Mode) -> bool:
+    """Whether a trace could still say where a cell first differs."""
+    writes_trace = cell.strategy not in PIPELINES and not mode.resumes
+    return cell.verdict == judge.WRONG and writes_trace and not cell.where
 
 
 def logs(directory: Path) -> list[str]:
@@ -446,24 +450,22 @@ def measure_column(
         for strategy, mode in column.cells:
             label = progress.label(column, strategy, mode)
             known = read_cells(results).get((torch, column.release, strategy, mode.name))
-            lacks_place = locates and is_traceable(strategy, mode) and known and known.verdict == judge.WRONG
-            if known and known.code == code and not (lacks_place and not known.where):
+            if known and known.code == code and not (locates and lacks_place(known, mode)):
                 note(f"{label}  {describe(known)} (known)")
                 continue
             begin = time.monotonic()
             directory = runs / strategy / mode.name.replace(" ", "-")
-            where = ""
             if "failed" in versions:
                 verdict = judge.Verdict(judge.DOES_NOT_RUN, sentence=versions["failed"])
                 seconds = 0.0
             else:
                 verdict, seconds = ledger.measure(worker, strategy, mode, directory)
-                if locates and is_traceable(strategy, mode) and verdict.verdict == judge.WRONG:
-                    where = ledger.locate(worker, strategy, mode, directory)
             cell = Cell(
                 column.release, strategy, mode.name, **asdict(verdict), torch=torch,
-                python=versions.get("python", ""), seconds=round(seconds, 1), code=code, where=where,
+                python=versions.get("python", ""), seconds=round(seconds, 1), code=code,
             )  # fmt: skip
+            if locates and lacks_place(cell, mode):
+                cell = replace(cell, where=ledger.locate(worker, strategy, mode, directory))
             with results.open("a") as file:
                 file.write(json.dumps(asdict(cell)) + "\n")
             progress.tell(label, cell, time.monotonic() - begin)

@@ -73,9 +73,8 @@ def pipelined(stage: int, replicas: int, dtype: torch.dtype) -> list[float]:
 
     deepspeed.init_distributed("gloo", verbose=False)
     layers = make_layers()
-    model = deepspeed.pipe.PipelineModule(layers, num_stages=STAGES, loss_fn=loss_of, partition_method="uniform").to(
-        dtype
-    )
+    model = deepspeed.pipe.PipelineModule(layers, num_stages=STAGES, loss_fn=loss_of, partition_method="uniform")
+    model.to(dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     config = {
         "train_batch_size": SAMPLES * MICRO_BATCHES * replicas,

@@ -115,6 +115,10 @@ def place(cell: Cell) -> str:
     return str(cell.get("where", ""))
 
 
+def with_place(said: str, where: str) -> str:
+    return f"{said}; {where}" if where else said
+
+
 def matrix(cells: Sequence[Cell]) -> list[tuple[str, Mode, list[Cell | None]]]:
     """A row for each strategy and mode, with a cell for each release."""
     by_key = {(cell["strategy"], cell["mode"], cell["release"]): cell for cell in cells}
@@ -187,8 +191,8 @@ class Fault:
 
     @property
     def words(self) -> list[str]:
-        measured = "; ".join(filter(None, (self.said, self.places)))
-        return [NAMES[self.strategy], self.mode.name, self.verdict, ", ".join(self.releases), measured]
+        releases = ", ".join(self.releases)
+        return [NAMES[self.strategy], self.mode.name, self.verdict, releases, with_place(self.said, self.places)]
 
 
 def faults(cells: Sequence[Cell]) -> list[Fault]:
@@ -256,7 +260,7 @@ def html_row(strategy: str, mode: Mode, row: Sequence[Cell | None]) -> str:
     columns = [f"<th scope='row'>{html.escape(NAMES[strategy])}</th><td>{html.escape(mode.meaning)}</td>"]
     for cell in row:
         kind = cell["verdict"].replace(" ", "-") if cell else "not-measured"
-        title = "; ".join(filter(None, (sentence(cell), place(cell)))) if cell and cell["verdict"] != RIGHT else ""
+        title = with_place(sentence(cell), place(cell)) if cell and cell["verdict"] != RIGHT else ""
         columns.append(f"<td class='{kind}' title='{html.escape(title, quote=True)}'>{html.escape(short(cell))}</td>")
     return f"<tr>{''.join(columns)}</tr>"
 

@@ -356,6 +356,7 @@ def test_strategies_without_deepspeed_are_compared_with_ddp_and_that_with_one_pr
     }
     assert not (tmp_path / "output" / "ledger.svg").exists(), "the picture is DeepSpeed's"
     (tmp_path / "sitecustomize.py").write_text(SUMMING)
-    wrong = run_ledger(tmp_path / "wrong", tmp_path, *few, first_folder=tmp_path)
+    wrong = run_ledger(tmp_path / "wrong", tmp_path, *few, "--locate", first_folder=tmp_path)
     assert wrong.returncode == 0, wrong.stderr
-    assert "fsdp2 fp32  wrong from iteration 1 on: gradient norm, 200,000 times the bound" in wrong.stderr
+    found = "fsdp2 fp32  wrong from iteration 1 on: gradient norm, 200,000 times the bound"
+    assert f"{found}; first in iteration 1, gradient reduced over the ranks, " in wrong.stderr
