@@ -1,12 +1,20 @@
 #!/usr/bin/env bash
-# Checks whether the nodes are healthy and can run together: bash scripts/check_cluster.sh [--health] [host ...]
+# Checks whether the nodes are healthy and can run together: bash scripts/check_cluster.sh [--health] [--network FILE] [host ...]
 # The hosts, master first, come from the arguments, HOSTS or SLURM; --help says what is checked.
 set -euo pipefail
 source "$(dirname -- "${BASH_SOURCE[0]}")/common.sh"
 
 options=() hosts=()
-for word in "$@"; do
-  if [[ $word == -* ]]; then options+=("$word"); else hosts+=("$word"); fi
+while (($# > 0)); do
+  if [[ $1 == --network && $# -gt 1 ]]; then
+    options+=("$1" "$2")
+    shift
+  elif [[ $1 == -* ]]; then
+    options+=("$1")
+  else
+    hosts+=("$1")
+  fi
+  shift
 done
 if ((${#hosts[@]} == 0)); then
   read -r -d '' -a hosts <<<"${HOSTS:-}" || true

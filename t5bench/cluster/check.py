@@ -20,13 +20,16 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 
+import msgspec
 from tabulate import tabulate
 
 from t5bench import Problem
 from t5bench.cluster import health
 from t5bench.cluster.ask import CONNECT_SECONDS, Reply, execute, unreachable
 from t5bench.cluster.cell import Cell
+from t5bench.cluster.measured import Figures, Network
 from t5bench.cluster.probe import SECONDS, Question
 from t5bench.plan.launchers import ALONE, accepted, declarations
 from t5bench.plan.planner import plan
@@ -44,7 +47,6 @@ LEAST_NETWORK = 27.0
 LARGEST_CLOCK_DIFFERENCE = 1.0  # seconds
 RED = "\033[31m"
 PLAIN = "\033[0m"
-SPEED = "{gbit:.3g} Gbit/s, {us:.0f} us, {us_computing:.0f} while computing"
 UNKNOWN = Cell("-")
 ABSENT = ("none", UNKNOWN.text)
 # Rows of the probe that say something about one node alone.
@@ -175,13 +177,13 @@ def compare_clocks(nodes: Sequence[Node]) -> None:
         node.cells["clock"] = Cell(f"{ahead:+.2f} s", problem if abs(ahead) > LARGEST_CLOCK_DIFFERENCE else "")
 
 
-def measure_network(nodes: Sequence[Node], python: str, limit: float) -> str:
-    """Fills in the row "network" within so many seconds, and returns a line on what was measured."""
+def measure_network(nodes: Sequence[Node], python: str, limit: float) -> Network | None:
+    """Fills in the row "network" within so many seconds, and returns what was measured, if anything."""
     for node in nodes:
         node.cells["network"] = Cell("not measured")
     able = [node for node in nodes if node.cells.get("torch", UNKNOWN).text not in ABSENT]
     if len(able) < 2 or able[0].free_port is None:
-        return ""
+        return None
     common = {"MASTER_ADDR": able[0].host, "MASTER_PORT": str(able[0].free_port)}
     common["HOSTS"] = " ".join(node.host for node in able)
 
@@ -197,12 +199,26 @@ def measure_network(nodes: Sequence[Node], python: str, limit: float) -> str:
     if "pairs" not in result:
         for node, reply in zip(able, replies, strict=True):
             node.cells["network"] = Cell("no all-reduce", reply.answer.get("error") or reply.error.splitlines()[-1])
-        return ""
+        return None
     able[0].cells["network"] = Cell("master")
-    for rank, measured in result["pairs"].items():
-        able[int(rank)].cells["network"] = Cell(SPEED.format(**measured))
-    together = f" All {len(able)} together: {SPEED.format(**result['together'])}." if result["together"] else ""
-    return f"Network measured with {result['backend']}, between each node and {able[0].host}.{together}"
+    hosts = [node.host for node in able]
+    by_host = {hosts[int(rank)]: figures for rank, figures in result["pairs"].items()}
+    network = msgspec.convert({**result, "hosts": hosts, "pairs": by_host}, Network)
+    for node in able[1:]:
+        node.cells["network"] = Cell(speed_of(network.pairs[node.host]))
+    return network
+
+
+def speed_of(figures: Figures) -> str:
+    return f"{figures.gbit:.3g} Gbit/s, {figures.us:.0f} us, {figures.us_computing:.0f} while computing"
+
+
+def about(network: Network) -> str:
+    """A line on what was measured."""
+    together = ""
+    if network.together:
+        together = f" All {len(network.hosts)} together: {speed_of(network.together)}."
+    return f"Network measured with {network.backend}, between each node and {network.hosts[0]}.{together}"
 
 
 # ---- the table -----------------------------------------------------------------------------------------------------
@@ -279,6 +295,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("hosts", nargs="*", metavar="HOST", help="the nodes, the master first")
     parser.add_argument("--health", action="store_true", help="check only whether each node is healthy")
+    network = "write what was measured of the network into this file, for python -m t5bench predict --network"
+    parser.add_argument("--network", type=Path, metavar="FILE", help=network)
 
 
 def checked_hosts(hosts: Sequence[str]) -> list[str]:
@@ -298,6 +316,8 @@ def checked_hosts(hosts: Sequence[str]) -> list[str]:
 
 def run(args: argparse.Namespace) -> int:
     """Raises Problem."""
+    if args.health and args.network:
+        raise Problem("--health does not measure the network, which --network writes down", "Leave one of them out")
     hosts = checked_hosts(args.hosts)
     # A Ctrl-C ends this and every ssh at once; processes on the nodes end by their own time limit.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -309,25 +329,41 @@ def run(args: argparse.Namespace) -> int:
             replies = list(pool.map(lambda node: health_of(node, python, device), nodes))
         for node, reply in zip(nodes, replies, strict=True):
             fill_in_health(node, reply)
-        note = ""
+        network = None
     else:
-        note = check_all(nodes, python)
+        network = check_all(nodes, python)
     compare_clocks(nodes)
     compare_speeds(nodes)
     rows = table(nodes)
     count = len([cell for row in rows.values() for cell in row.values() if cell.problem])
     verdict = f"{count} check{'s' if count > 1 else ''} failed." if count else "All checks passed."
     colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    note = about(network) if network else ""
     shown = "\n\n".join(filter(None, [render(rows, colour), note, verdicts(nodes), verdict]))
     if colour:
         steer(sys.stdout, visible(shown, "\t\n", colours=True) + "\n")
     else:
         print(shown)
+    if args.network:
+        save(network, args.network)
     return 1 if count else 0
 
 
-def check_all(nodes: Sequence[Node], python: str) -> str:
-    """Asks all nodes for everything; returns a line about the network."""
+def save(network: Network | None, path: Path) -> None:
+    """Raises Problem if there is nothing to write, or no place for it."""
+    if not network:
+        raise Problem(
+            f"no network was measured, so {path} was not written", "Mend what the table says, and check again"
+        )
+    try:
+        network.write(path)
+    except OSError as error:
+        raise Problem(f"{path} cannot be written: {error.strerror}", "Name another file with --network") from error
+    print(f"\nWrote {path}; read it with: python -m t5bench predict --network {path}")
+
+
+def check_all(nodes: Sequence[Node], python: str) -> Network | None:
+    """Asks all nodes for everything; returns what was measured of the network."""
     # A launcher's plan for this host only, ignoring what the host lacks for a run.
     planned = accepted(plan({**os.environ, **ALONE}, "ddp"))
     strategies = declarations()

@@ -30,7 +30,7 @@ FIRST = 2**20
 LARGEST = 64 * 2**20
 REPETITIONS = 5
 MESSAGE = 256 * 2**10  # of tensor parallelism in a small model
-MESSAGES = 40
+MESSAGES = (20, 200)  # at least, at most
 COMPUTING_SECONDS = 0.004  # before each of them, as a layer of a small model
 doing = ["importing torch"]  # now: the last one
 
@@ -84,17 +84,23 @@ class Meter:
         self.all_reduce(probe, group)
         took = self.all_reduce(probe, group)
         # Rank 0 decides how much data a slow network has to carry.
+        fewest, most = MESSAGES
         size = min(LARGEST, max(FIRST, int(FIRST * self.allowance / took / REPETITIONS)))
-        count = torch.tensor([size], device=self.device)
-        dist.broadcast(count, src=0, group=group)
-        payload = torch.zeros(int(count.item()) // 4, device=self.device)
-        times = [self.all_reduce(payload, group) for _ in range(REPETITIONS)]
+        one_message = COMPUTING_SECONDS + took * MESSAGE / FIRST
+        number = min(most, max(fewest, int(2 * self.allowance / one_message)))
+        decided = torch.tensor([size, number], device=self.device)
+        dist.broadcast(decided, src=0, group=group)
+        size, number = decided.tolist()
+        payload = torch.zeros(size // 4, device=self.device)
+        # The fastest, because TCP is still looking for the link's rate in the first ones.
+        fastest = min(self.all_reduce(payload, group) for _ in range(REPETITIONS))
         share = steps / members
-        bytes_per_second = payload.numel() * 4 * share / statistics.median(times)
+        bytes_per_second = payload.numel() * 4 * share / fastest
         message = torch.zeros(MESSAGE // 4, device=self.device)
-        alone = statistics.median(self.compute(self.products) for _ in range(MESSAGES))
-        both = [self.compute(self.products) + self.all_reduce(message, group) for _ in range(MESSAGES)]
-        waiting = statistics.median(both) - alone - MESSAGE * share / bytes_per_second
+        # Means, as an iteration adds up both its short and its long waits.
+        alone = statistics.mean(self.compute(self.products) for _ in range(number))
+        both = statistics.mean(self.compute(self.products) + self.all_reduce(message, group) for _ in range(number))
+        waiting = both - alone - MESSAGE * share / bytes_per_second
         return {
             "gbit": bytes_per_second * 8 / 1e9,
             "us": latency * 1e6,

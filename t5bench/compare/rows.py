@@ -18,7 +18,7 @@ from t5bench.compare.statistics import Estimate
 from t5bench.model import flops, time
 from t5bench.model.job import Job, Zero
 from t5bench.model.machine import device_of, peak_tflops
-from t5bench.model.prediction import Prediction
+from t5bench.model.prediction import Prediction, machine_of
 from t5bench.record import samples
 from t5bench.record.reader import seconds
 from t5bench.record.records import Run
@@ -79,7 +79,7 @@ def prediction_of(run: Run, gigabits: float = 1.0, batch: int = 0) -> Prediction
         return None
     device = device_of(gpu_names(run) or "") if run.plan.backend == "nccl" else None
     job = Job.of_plan(run.plan, run.padded_vocab_size, batch)
-    return Prediction.of_plan(run.plan, job, device, gigabits)
+    return Prediction.of_plan(run.plan, job, machine_of(device, gigabits, job.parallel.devices_per_node))
 
 
 @dataclass(frozen=True)

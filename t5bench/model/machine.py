@@ -17,6 +17,7 @@ GB, MIB, GIB = 10**9, 2**20, 2**30
 class Link:
     bandwidth: float  # bytes per second in one direction
     latency: float = 0.0  # seconds of one message
+    is_measured: bool = False  # the bandwidth is what collectives reach, not the link's data rate
 
 
 @dataclass(frozen=True)

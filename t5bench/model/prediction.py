@@ -29,18 +29,14 @@ class Prediction:
         cls,
         plan: Any,
         job: Job,
-        device: Device | None,
-        gigabits: float,
-        latency: float = LATENCY,
+        machine: Machine,
         slower: float | None = 1.0,
         name: str = "",
     ) -> "Prediction":
-        """What a plan's job costs on nodes with this device, or on CPUs, and this link between them.
+        """What a plan's job costs on a machine. On a CPU or over an unknown link the time means nothing.
 
-        plan: a ``t5bench.record.plan.Plan``. gigabits: of the link, per second. latency: its seconds. On a CPU or over
-        an unknown link the time means nothing.
+        plan: a ``t5bench.record.plan.Plan``.
         """
-        machine = machine_of(device or time.CPU, gigabits, job.parallel.devices_per_node, latency)
         return cls(job, machine, plan.backend, slower, name)
 
     @cached_property
@@ -142,7 +138,14 @@ class Prediction:
         }
 
 
-def machine_of(device: Device, gigabits: float, per_node: int, latency: float = LATENCY) -> Machine:
-    """Nodes with these GPUs and a link of this many Gbit/s between them."""
-    inside = Link(device.nvlink or device.pcie, 10e-6) if device.memory else Link(5e9, 20e-6)  # between CPUs' processes
-    return Machine(device, inside, Link(gigabits * 1e9 / 8, latency), per_node)
+def machine_of(device: Device | None, gigabits: float, per_node: int, latency: float = LATENCY) -> Machine:
+    """Nodes with these GPUs, or with CPUs, and a link of this many Gbit/s between them."""
+    return with_link(device or time.CPU, Link(gigabits * 1e9 / 8, latency), per_node)
+
+
+def with_link(device: Device, between: Link, per_node: int) -> Machine:
+    """Nodes with these GPUs and this link between them."""
+    inside = Link(device.nvlink or device.pcie, 10e-6)
+    if not device.memory:  # Processes of a CPU wait for its cores, whether a message comes from their node or another.
+        inside = Link(5e9, between.latency if between.is_measured else 20e-6)
+    return Machine(device, inside, between, per_node)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from t5bench.model import schedule
 from t5bench.model.flops import layer_multiply_adds, multiply_adds
 from t5bench.model.job import Architecture, Job, Zero
-from t5bench.model.machine import Device, Machine
+from t5bench.model.machine import Device, Link, Machine
 from t5bench.model.parameters import Stage, parameters, stage_of
 from t5bench.model.traffic import Row, paths, ring_bytes, rows, steps
 
@@ -24,9 +24,9 @@ ELEMENTS = 0.80
 NETWORK = {"nccl": 0.92, "gloo": 0.97}
 # FlashAttention-2 reaches less of Hopper's peak (FlashAttention-3, https://arxiv.org/abs/2407.08608, abstract).
 FLASH_ON_HOPPER = 0.35
-# gloo's all-gather between two ranks takes this much longer than its bytes, between three or four no longer: the mean
-# of eight measurements of 1 MB and more in tests/cluster's lab, 1.05 to 1.47 (docs/prediction.md).
-GLOO_PAIR_GATHER = 1.35
+# gloo's all-gather between two ranks takes this much longer than its bytes, between three or four no longer: measured
+# in tests/cluster's lab from 0.25 to 15 MB at three rates (docs/prediction.md).
+GLOO_PAIR_GATHER = 1.5
 # Operators that a layer dispatches for one micro-batch, forward and backward with the gradients' accumulation (counted
 # with TorchDispatchMode); a third of them forward.
 ENCODER_OPERATORS = 74
@@ -205,10 +205,15 @@ def collective_seconds(row: Row, job: Job, machine: Machine, backend: str = "ncc
     sent = ring_bytes(row, size, backend)
     if (row.kind, size, backend) == ("all-gather", 2, "gloo"):
         sent *= GLOO_PAIR_GATHER
-    inside = sent / machine.inside.bandwidth if has_inside else 0.0
-    between = leaving * sent / machine.between.bandwidth
+    inside = sent / attained(machine.inside, backend) if has_inside else 0.0
+    between = leaving * sent / attained(machine.between, backend)
     latency = machine.between.latency if leaving else machine.inside.latency
-    return max(inside, between) / NETWORK[backend] + steps(row, size, backend) * latency
+    return max(inside, between) + steps(row, size, backend) * latency
+
+
+def attained(link: Link, backend: str) -> float:
+    """The bytes per second that collectives reach."""
+    return link.bandwidth if link.is_measured else link.bandwidth * NETWORK[backend]
 
 
 def iteration(job: Job, machine: Machine, backend: str = "nccl", slower: float = 1.0) -> Time:
@@ -262,10 +267,17 @@ def _waits(job: Job, machine: Machine, backend: str, passes: Sequence[tuple[Pass
     for row in rows(job):
         seconds = row.count * collective_seconds(row, job, machine, backend)
         if row.kind in ("send", "send back"):
-            waits.transfer = max(waits.transfer, seconds / row.count)
+            if job.engine == "megatron":  # whoever sends waits, too (p2p_communication.py)
+                ways = waits.forward if row.kind == "send" else waits.backward
+                for stage in row.stages:
+                    ways[stage] += seconds / m
+            else:
+                waits.transfer = max(waits.transfer, seconds / row.count)
             continue
+        # PyTorch hides FSDP2's collectives with CUDA's streams; on a CPU each is waited for (_fsdp_collectives.py).
+        is_hidden = row.overlap and not (job.fully_sharded and backend == "gloo")
         for stage in row.stages:
-            if row.overlap:
+            if is_hidden:
                 overlapped[stage, row.overlap] += seconds
             elif row.when == "each forward":
                 waits.forward[stage] += seconds / m

@@ -208,7 +208,8 @@ def _gathers(job: Job, stage: int) -> Iterator[Row]:
     gathered_again = max(0.0, 1 - zero.reuse_distance / (2 * whole))
     for share, when in ((1.0, "each forward"), (gathered_again, "each backward")):
         fetch = share * large * job.element / fetches
-        yield Row("parameters", "data", "all-gather", m * fetches, fetch, when, when)
+        yield Row("parameters", "data", "all-gather", m, fetch, when)  # the first is waited for
+        yield Row("parameters", "data", "all-gather", m * (fetches - 1), fetch, when, when)
     if job.engine not in ("native", "megatron"):
         # Other software, whose measurements are of older releases; it may gather small ones together.
         small = whole - large - external

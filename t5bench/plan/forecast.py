@@ -7,7 +7,7 @@ from t5bench.corpus.index import read_record
 from t5bench.model.job import Job, padded
 from t5bench.model.machine import GIB, Device, device_of
 from t5bench.model.parameters import parameters
-from t5bench.model.prediction import Prediction
+from t5bench.model.prediction import Prediction, machine_of
 from t5bench.plan.families import FAMILIES
 from t5bench.record.gpus import visible_gpus
 from t5bench.record.plan import Plan
@@ -33,7 +33,7 @@ def forecast(plan: Plan, *, is_dry_run: bool) -> list[str]:
     lines = []
     try:
         job = Job.of_plan(plan, padded_vocabulary(plan))
-        prediction = Prediction.of_plan(plan, job, device, GIGABITS)
+        prediction = Prediction.of_plan(plan, job, machine_of(device, GIGABITS, job.parallel.devices_per_node))
     except (KeyError, ValueError) as error:
         return [f"no prediction: the cost model does not know {error}"] if is_dry_run else []
     if prediction.shortage:

@@ -10,17 +10,18 @@ from pathlib import Path
 from tabulate import tabulate
 
 from t5bench import Problem
+from t5bench.cluster.measured import read_network
 from t5bench.compare.comparable import gpu_names
 from t5bench.compare.rows import Row, make_row
 from t5bench.evidence import check, intervals, tutorials
 from t5bench.model import schedule, time
 from t5bench.model.job import Job, padded
-from t5bench.model.machine import DEVICES, GIB, Device, device_of
+from t5bench.model.machine import DEVICES, GIB, Device, Link, device_of
 from t5bench.model.memory import activation_bytes, in_flight
-from t5bench.model.prediction import Prediction
+from t5bench.model.prediction import LATENCY, Prediction, with_link
 from t5bench.model.presets import PRESETS
 from t5bench.model.time import CPU
-from t5bench.plan.forecast import gpu_here, padded_vocabulary
+from t5bench.plan.forecast import GIGABITS, gpu_here, padded_vocabulary
 from t5bench.plan.launchers import declarations, with_slurm_hosts
 from t5bench.plan.planner import plan
 from t5bench.predict import executed
@@ -36,7 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_machine(parser)
     parser.add_argument("--calibrate", type=Path, metavar="RUN", help="calibrate the machine's speed with this run")
     link = "the link's speed in that run (default: --link)"
+    network = "the file that check_cluster.sh --network wrote before that run (default: --network)"
     parser.add_argument("--calibrate-link", type=at_least(1e-6, float), metavar="GBIT", help=link)
+    parser.add_argument("--calibrate-network", type=Path, metavar="FILE", help=network)
     parser.add_argument("--check", type=Path, metavar="FILE", help="compare the model with published measurements")
     widths = "derive the 90 % intervals from published measurements, and test them on others"
     parser.add_argument("--intervals", action="store_true", help=widths)
@@ -56,10 +59,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_machine(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="", help="a GPU's name, as in nvidia-smi or in this project")
-    link = "a node's link in Gbit/s (default: 10)"
-    latency = "latency between nodes in microseconds (default: 40)"
-    parser.add_argument("--link", type=at_least(1e-6, float), default=10.0, metavar="GBIT", help=link)
-    parser.add_argument("--latency", type=at_least(0, float), default=40.0, metavar="US", help=latency)
+    link = f"a node's link in Gbit/s (default: {GIGABITS:g})"
+    latency = f"latency between nodes in microseconds (default: {LATENCY * 1e6:g})"
+    network = "the file that check_cluster.sh --network wrote, instead of --link and --latency"
+    parser.add_argument("--link", type=at_least(1e-6, float), metavar="GBIT", help=link)
+    parser.add_argument("--latency", type=at_least(0, float), metavar="US", help=latency)
+    parser.add_argument("--network", type=Path, metavar="FILE", help=network)
     model = f"a preset (tiny, small, base or large) or published dimensions: {' '.join(PRESETS)}"
     parser.add_argument("--model", help=model)
     vocabulary = "vocabulary size before padding (default: the data's, else the model family's)"
@@ -168,8 +173,18 @@ def schedules_beside(prediction: Prediction) -> list[dict[str, str | float]]:
     return rows
 
 
+def link_of(network: Path | None, gigabits: float | None, microseconds: float | None) -> Link:
+    """The link between nodes, as it was measured or as it is stated. Raises Problem for both at once."""
+    if not network:
+        latency = LATENCY if microseconds is None else microseconds * 1e-6
+        return Link((gigabits or GIGABITS) * 1e9 / 8, latency)
+    if gigabits is not None or microseconds is not None:
+        raise Problem(f"{network} says what the link is, and so do --link or --latency", "Leave one of them out")
+    return read_network(network).link
+
+
 def predicted(
-    args: argparse.Namespace, plan: Plan, row: Row | None, slower: float | None = None, gigabits: float | None = None
+    args: argparse.Namespace, plan: Plan, row: Row | None, slower: float | None = None, link: Link | None = None
 ) -> Prediction:
     """A plan's prediction. row: the run that was made of it, which knows its vocabulary, GPU and batch."""
     if row:
@@ -185,7 +200,8 @@ def predicted(
             job = with_model(job, args.model)
     if slower is None and device is not CPU:
         slower = 1.0
-    return Prediction.of_plan(plan, job, device, gigabits or args.link, args.latency * 1e-6, slower, name)
+    between = link or link_of(args.network, args.link, args.latency)
+    return Prediction.of_plan(plan, job, with_link(device, between, job.parallel.devices_per_node), slower, name)
 
 
 def with_model(job: Job, name: str) -> Job:
@@ -293,7 +309,11 @@ def calibration(args: argparse.Namespace) -> Calibration:
         raise Problem(f"{args.calibrate} has no measured iterations", "Calibrate with a complete run")
     is_known = not row.on_gpu or device_of(gpu_names(row.run) or "")
     of_the_run = argparse.Namespace(**vars(args) | {"device": "" if is_known else args.device})
-    prediction = predicted(of_the_run, row.run.plan, row, gigabits=args.calibrate_link)
+    link = None
+    if args.calibrate_network or args.calibrate_link:
+        latency = None if args.calibrate_network else args.latency
+        link = link_of(args.calibrate_network, args.calibrate_link, latency)
+    prediction = predicted(of_the_run, row.run.plan, row, link=link)
     machine = prediction.machine
     try:
         slower = time.calibrated(prediction.job, machine, row.milliseconds.median / 1000, prediction.backend)

@@ -18,12 +18,12 @@ from t5bench.model import intervals
 from t5bench.model.job import Architecture, Job, Parallel, Zero, beyond_native
 from t5bench.model.layout import balanced_split
 from t5bench.model.machine import DEVICES, GIB, Machine
-from t5bench.model.prediction import Prediction, machine_of
+from t5bench.model.prediction import Prediction, with_link
 from t5bench.model.presets import PRESETS
 from t5bench.plan.families import FAMILIES
 from t5bench.plan.launchers import ALONE
 from t5bench.plan.planner import plan
-from t5bench.predict.command import add_machine, device_for, range_text, settings_of, vocabulary_of
+from t5bench.predict.command import add_machine, device_for, link_of, range_text, settings_of, vocabulary_of
 from t5bench.predict.ranks import at_least
 from t5bench.record.plan import ROLES, Plan
 from t5bench.record.settings import BY_NAME, Whole
@@ -175,6 +175,8 @@ def run(args: argparse.Namespace) -> int:
     if args.page:
         from t5bench.predict import page
 
+        if args.network:
+            raise Problem("the page has an input for the link's rate, and --network is more", "Give --link instead")
         start = numbers_of_gpus(args.gpus or "8")[0]
         args.page.write_text(page.text(args, start))
         print(f"Wrote {args.page}; open it in a browser")
@@ -191,6 +193,7 @@ def run(args: argparse.Namespace) -> int:
     is_preset = args.model in PRESETS
     if is_preset:
         job = replace(job, architecture=PRESETS[args.model])
+    link = link_of(args.network, args.link, args.latency)
     ranked = {}
     for size in sizes:
         per_node = min(args.per_node, size)
@@ -200,7 +203,7 @@ def run(args: argparse.Namespace) -> int:
             job=job,
             zeros=[Zero.of_config(each.ds_config) for each in zeros],
             gpus=size,
-            machine=machine_of(device, args.link, per_node, args.latency * 1e-6),
+            machine=with_link(device, link, per_node),
             batch=args.global_batch or max(batch, size),
             tensor=tensor,
             pipeline=pipeline,
@@ -416,8 +419,9 @@ def show(gpus: int, candidates: Sequence[Candidate], args: argparse.Namespace) -
     fitting = [candidate for candidate in candidates if candidate.fits]
     front = pareto(candidates)
     batch = fitting[0].job.global_batch
+    gigabits = fitting[0].machine.between.bandwidth * 8 / 1e9
     print(
-        f"{gpus} x {args.device}, {args.link:g} Gbit/s a node, global batch {batch}:"
+        f"{gpus} x {args.device}, {gigabits:.4g} Gbit/s a node, global batch {batch}:"
         f" {len(candidates)} layouts, {len(fitting)} fit\n"
     )
     rows = [

@@ -15,6 +15,7 @@ from t5bench.model.machine import DEVICES, Machine
 from t5bench.model.prediction import machine_of
 from t5bench.model.presets import PRESETS
 from t5bench.model.traffic import Row, rows
+from t5bench.plan.forecast import GIGABITS
 from t5bench.predict import layouts
 from t5bench.predict.command import SETTINGS_PRESETS, vocabulary_of
 from t5bench.predict.javascript import RUNTIME, Program
@@ -56,7 +57,7 @@ def program(args: argparse.Namespace, gpus: int) -> str:
         "device": args.device or "h100",
         "gpus": gpus,
         "perNode": args.per_node,
-        "link": args.link,
+        "link": args.link or GIGABITS,
         "batch": args.global_batch or max(layouts.default_batch(), gpus),
     }
     own = f"const MODELS = {models};\nconst DEVICES_BY_NAME = {devices};\nconst START = {json.dumps(start)};\n"

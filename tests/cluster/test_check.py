@@ -19,6 +19,7 @@ from harness import REPO_ROOT, Project, wait_for
 
 from t5bench.cluster import check, probe
 from t5bench.cluster.check import Node
+from t5bench.cluster.measured import read_network
 from t5bench.cluster.probe import Cell
 from t5bench.plan import topology
 from t5bench.record import hosts
@@ -309,7 +310,8 @@ def suspended(cluster: Cluster) -> Iterator[str]:
 def test_all_checks_pass_and_the_network_is_measured(cluster: Cluster, checkout: Project):
     """On the nodes of an allocation."""
     cluster.shape("node1", "200mbit")
-    report = check_all(cluster, checkout, "salloc", "--quiet", "--nodes=3", *CHECK)
+    path = checkout.root / "network.json"
+    report = check_all(cluster, checkout, "salloc", "--quiet", "--nodes=3", *CHECK, "--network", str(path))
     assert (report.status, report.failed()) == (0, set()), report.text
     assert "All checks passed." in report.text
     assert report.rows["reachable"][0].startswith("ssh ")
@@ -325,6 +327,11 @@ def test_all_checks_pass_and_the_network_is_measured(cluster: Cluster, checkout:
     shaped, other = (float(found[1]) for found in measured)
     assert 0.05 < shaped < 0.21 < other and "All 3 together" in report.text
     assert all(0 < int(found[2]) <= int(found[3]) for found in measured)
+    # The file for predictions has what all measured together.
+    network = read_network(path)
+    assert network.hosts == ["node0", "node1", "node2"] and network.link.is_measured
+    assert network.pairs["node1"].gbit == pytest.approx(shaped, rel=0.01)
+    assert f"All 3 together: {network.link.bandwidth * 8 / 1e9:.3g} Gbit/s" in report.text
 
 
 def test_ctrl_c(cluster: Cluster, project: Project, suspended: str):

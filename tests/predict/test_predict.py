@@ -76,9 +76,9 @@ def test_bad_input_is_answered_with_a_problem(capsys: pytest.CaptureFixture[str]
 
 # GiB in use on the fullest GPU, seconds of an iteration, MB that both nodes send in one.
 COSTS = {
-    "ddp": (12.733, 2.573, 4903.988), "zero1": (9.294, 2.261, 3677.991), "zero2": (8.723, 9.971, 20841.950),
-    "zero3": (8.557, 10.481, 21313.995), "zero3_offload": (3.989, 11.247, 21313.995),
-    "pipeline": (7.742, 0.668, 300.941), "tensor": (6.877, 3.483, 5329.027), "hybrid": (4.331, 0.756, 338.690),
+    "ddp": (12.733, 2.573, 4903.988), "zero1": (9.294, 2.261, 3677.991), "zero2": (8.723, 9.972, 20841.950),
+    "zero3": (8.557, 10.544, 21313.995), "zero3_offload": (3.989, 11.309, 21313.995),
+    "pipeline": (7.742, 0.682, 300.941), "tensor": (6.877, 3.483, 5329.027), "hybrid": (4.331, 0.784, 338.690),
 }  # fmt: skip
 
 
@@ -119,6 +119,57 @@ def test_measured_values_are_shown_too(capsys: pytest.CaptureFixture[str], tmp_p
     found = [t5bench(capsys, "predict", *words, "--calibrate", a100)[1] for words in ((a100,), ("--device", "h100"))]
     factors = [re.search("everything takes (.*) times", shown)[1] for shown in found]
     assert factors[0] == factors[1]  # of the A100's figures, not of the H100's
+
+
+SLOW_PAIR = {"gbit": 0.2, "us": 60.0, "us_computing": 1000.0}
+FAST_PAIR = {"gbit": 0.4, "us": 50.0, "us_computing": 800.0}
+ALL = {"gbit": 0.19, "us": 55.0, "us_computing": 900.0}
+NETWORK = {"hosts": ["node0", "node1", "node2"], "backend": "gloo", "together": None}
+NETWORK["pairs"] = {"node1": FAST_PAIR, "node2": SLOW_PAIR}
+
+
+def test_a_measured_network_is_predicted_with(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    """The slowest pair's, or what all measured together. Nothing is taken off the rate that collectives reach."""
+    path = tmp_path / "network.json"
+    path.write_text(json.dumps(NETWORK))
+    settings = {"settings": LARGE, "nodes": 2, "padded_vocab_size": 32128, "elapsed_ms": [900_000.0] * 40}
+    tensor = make_run(tmp_path / "tensor", "tensor", **settings)
+    words = "predict", tensor, "--calibrate", tensor, "--json"
+    measured = json.loads(t5bench(capsys, *words, "--network", path)[1])
+    link = {"bandwidth": 0.2e9 / 8, "latency": 1e-3, "is_measured": True}
+    assert measured["machine"]["between"] == pytest.approx(link)
+    stated = json.loads(t5bench(capsys, *words, "--link", 0.2 / 0.97, "--latency", 1000)[1])
+    assert stated["machine"]["between"]["is_measured"] is False
+    communication = [found["rows"][0]["seconds"]["communication"] for found in (measured, stated)]
+    assert communication[0] == pytest.approx(communication[1])
+    slower = "--link", 0.2, "--latency", 1000
+    (row,) = json.loads(t5bench(capsys, *words, *slower, "--calibrate-network", path)[1])["rows"]
+    assert row["seconds"]["total"] > 900  # as the link of the calibration reaches 3 % more
+    path.write_text(json.dumps(NETWORK | {"together": ALL}))
+    layouts = "layouts", "--gpus", 16, "--device", "h100", "--network", path
+    assert "16 x h100, 0.19 Gbit/s a node" in t5bench(capsys, *layouts)[1]
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "reason"),
+    [
+        (None, (), "cannot be read: [Errno 2]"),
+        ("{", (), "cannot be read: Input data was truncated"),
+        (json.dumps(NETWORK | {"pairs": {}}), (), "has no pair of nodes"),
+        (json.dumps(NETWORK | {"pairs": {"node1": SLOW_PAIR | {"gbit": 0}}}), (), "Expected `float` > 0.0"),
+        (json.dumps(NETWORK), ("--link", 1), "and so do --link or --latency"),
+        (json.dumps(NETWORK), ("--latency", 1), "and so do --link or --latency"),
+    ],
+)
+def test_a_file_without_a_network_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str | None, words: tuple, reason: str
+):
+    path = tmp_path / "network.json"
+    if text is not None:
+        path.write_text(text)
+    for command in (("predict",), ("layouts", "--gpus", 8)):
+        status, _, error = t5bench(capsys, *command, "--device", "h100", "--network", path, *words)
+        assert status == 2 and reason in error, error
 
 
 def test_a_batch_that_grew_until_the_end_is_predicted(capsys: pytest.CaptureFixture[str], tmp_path: Path):

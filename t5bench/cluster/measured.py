@@ -1,0 +1,57 @@
+"""What check_cluster.sh measured of the network, as a file: the check writes it, and predictions read it."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+
+from t5bench import Problem
+from t5bench.model.machine import Link
+
+MAKE_IT = "Make it with: bash scripts/check_cluster.sh --network FILE node0 node1"
+
+Positive = Annotated[float, msgspec.Meta(gt=0)]
+
+
+class Figures(msgspec.Struct):
+    """Of all-reduces between some nodes."""
+
+    gbit: Positive
+    """Gbit/s that each node's link carries, as nccl-tests defines the bus bandwidth."""
+    us: Positive
+    """Microseconds of a message for which nodes only wait."""
+    us_computing: Positive
+    """Microseconds of one between nodes that compute before each message: the mean wait beyond what its bytes take."""
+
+
+class Network(msgspec.Struct):
+    """What was measured between nodes."""
+
+    hosts: list[str]
+    """The first measures with each of the others."""
+    backend: Literal["gloo", "nccl"]
+    pairs: dict[str, Figures]
+    """By the other host."""
+    together: Figures | None = None
+    """Of all hosts, if they are more than two."""
+
+    @property
+    def link(self) -> Link:
+        """Between the nodes of a ring, as all of them together measured it."""
+        slowest = self.together or min(self.pairs.values(), key=lambda pair: pair.gbit)
+        return Link(slowest.gbit * 1e9 / 8, slowest.us_computing * 1e-6, is_measured=True)
+
+    def write(self, path: Path) -> None:
+        """Raises OSError."""
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(self)) + b"\n")
+
+
+def read_network(path: Path) -> Network:
+    """Raises Problem for a file that is missing or is no such file."""
+    try:
+        network = msgspec.json.decode(path.read_bytes(), type=Network)
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise Problem(f"{path} cannot be read: {error}", MAKE_IT) from error
+    if not network.pairs:
+        raise Problem(f"{path} has no pair of nodes", MAKE_IT)
+    return network
