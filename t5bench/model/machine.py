@@ -56,6 +56,15 @@ class Machine:
     devices_per_node: int = 8
 
 
+# Where the figures of these rows are published:
+# rtx2080ti: the Turing white paper, at reference clocks with fp32 sums. The Founders Edition has 56.9.
+# a10g: NVIDIA's data sheet for AWS, with sparsity 140. The A10 has 125.
+# a800, h800: the A100's and the H100's figures, but NVLink at 400 GB/s in both directions, as NVIDIA's page of the A800
+#   40GB Active and its data sheet of the H800 (2631447) say.
+# h20: NVIDIA has published none. These are a retailer's (Tom's Hardware on the H20, L20 and L2).
+# b200: the page of the DGX B200, eight GPUs with sparsity 36 PFLOP/s; in fp32 the page of the HGX B200, 600 TFLOP/s.
+# gb200: the page of the GB200 NVL72, 72 GPUs: with sparsity 360 PFLOP/s, in fp32 5,760 TFLOP/s, 13.4 TB at 576 TB/s.
+# b300, gb300: Blackwell Ultra's data sheet, one GPU with sparsity 4.5 and 5 PFLOP/s.
 # The fields of Device, with memory in GiB and rates in GB/s.
 _BEFORE_AMPERE = (
     ("v100-16", r"(Tesla )?V100-SXM[23]-16GB(-LS)?", 125.0, 15.7, 16, 900, 150),
@@ -68,8 +77,7 @@ _BEFORE_AMPERE = (
     ("rtx5000", r"(Quadro )?RTX 5000", 89.2, 11.2, 16, 448),
     ("rtx6000", r"Quadro RTX 6000", 130.5, 16.3, 24, 672),
     ("rtx8000", r"Quadro RTX [68]000", 130.5, 16.3, 48, 672),
-    # Written without the sheets at hand, to be checked: rtx2080ti, a800, a10g, h800, h20, gb200, b300, gb300, mi250x.
-    ("rtx2080ti", r"(GeForce )?RTX 2080 Ti", 53.8, 13.4, 11, 616),  # Turing white paper, reference clocks, fp32 sums
+    ("rtx2080ti", r"(GeForce )?RTX 2080 Ti", 53.8, 13.4, 11, 616),
     ("titan-rtx", r"TITAN RTX", 130.5, 16.3, 24, 672),
 )
 _AMPERE = (
@@ -77,10 +85,10 @@ _AMPERE = (
     ("a100", r"A100-SXM4-80GB", 312.0, 19.5, 80, 2039, 300),
     ("a100-pcie-40", r"A100-PCIE-40GB", 312.0, 19.5, 40, 1555),
     ("a100-pcie", r"A100-PCIE-80GB|A100 80GB PCIe", 312.0, 19.5, 80, 1935),
-    ("a800", r"A800-SXM4-80GB", 312.0, 19.5, 80, 2039, 200),  # A100 with NVLink at 400 GB/s in both directions
+    ("a800", r"A800-SXM4-80GB", 312.0, 19.5, 80, 2039, 200),
     ("a800-pcie", r"A800 80GB PCIe", 312.0, 19.5, 80, 1935),
     ("a30", r"A30", 165.0, 10.3, 24, 933),
-    ("a10g", r"A10G", 70.0, 35.0, 24, 600),  # data sheet of the A10G, with sparsity 140; the A10 has 125
+    ("a10g", r"A10G", 70.0, 35.0, 24, 600),
     ("a10", r"A10", 125.0, 31.2, 24, 600),
     ("a40", r"A40", 149.7, 37.4, 48, 696),
     ("a6000", r"RTX A6000", 154.8, 38.7, 48, 768),  # with sparsity 309.7, A5000 222.2, A4000 153.4
@@ -102,19 +110,19 @@ _SINCE_FP8 = (
     ("h100-nvl", r"H100 NVL", 835.5, 60.0, 94, 3900, 300, 50),
     ("h200", r"H200", 989.4, 66.9, 141, 4800, 450, 50),  # with sparsity 1979, NVL 1671
     ("h200-nvl", r"H200 NVL", 835.5, 60.0, 141, 4800, 450, 50),
-    ("h800", r"H800", 989.4, 66.9, 80, 3350, 200, 50),  # H100 with NVLink at 400 GB/s in both directions
+    ("h800", r"H800", 989.4, 66.9, 80, 3350, 200, 50),
     ("h800-pcie", r"H800 PCIe", 756.0, 51.2, 80, 2000, 0, 50),
     ("h20", r"H20", 148.0, 44.0, 96, 4000, 450, 50),
     ("gh200", r"GH200 (120GB|480GB)", 989.4, 66.9, 96, 4000, 450, 200),  # CPU by NVLink-C2C
     ("gh200-144", r"GH200 144G HBM3e", 989.4, 66.9, 144, 4900, 450, 200),
-    ("b200", r"B200", 2250.0, 80.0, 180, 8000, 900, 50),  # DGX B200, eight GPUs with sparsity 36 PFLOP/s
-    ("gb200", r"GB200", 2500.0, 80.0, 186, 8000, 900, 200),  # GB200 NVL72, one GPU with sparsity 5 PFLOP/s
-    ("b300", r"B300( SXM6 AC)?", 2250.0, 75.0, 270, 7700, 900, 50),  # HGX B300, eight GPUs with sparsity 36 PFLOP/s
-    ("gb300", r"GB300", 2500.0, 80.0, 279, 8000, 900, 200),  # GB300 NVL72, 72 GPUs with sparsity 360 PFLOP/s
+    ("b200", r"B200", 2250.0, 75.0, 180, 8000, 900, 50),
+    ("gb200", r"GB200", 2500.0, 80.0, 186, 8000, 900, 200),
+    ("b300", r"B300( SXM6 AC)?", 2250.0, 75.0, 270, 7700, 900, 50),
+    ("gb300", r"GB300", 2500.0, 80.0, 279, 8000, 900, 200),
 )
 # One of the card's two dies, which PyTorch sees as a GPU each: half of what AMD's data sheet says of the card (383
-# TFLOP/s, 47.9 in fp32 vectors, 128 GB, 3,277 GB/s). Between cards one link of Infinity Fabric, 50 GB/s. It has no
-# TF32, and the workspaces of the memory model are those of NVIDIA's libraries.
+# TFLOP/s, 47.9 in fp32 vectors, 128 GB, 3,277 GB/s). Between cards one link of Infinity Fabric, 50 GB/s (ROCm's page
+# of the MI250). It has no TF32, and the workspaces of the memory model are those of NVIDIA's libraries.
 _AMD = (("mi250x", r"(AMD )?(Instinct )?MI250X", 191.5, 23.95, 64, 1638, 50),)
 
 

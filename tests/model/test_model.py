@@ -319,3 +319,4 @@ def test_rates_of_a_device():
     assert [each.memory // 2**30 for each in found] == [96, 80, 80, 186, 279, 270, 24, 11, 64, 16]
     assert [each.nvlink / 1e9 for each in found] == [450, 200, 200, 900, 900, 900, 0, 0, 50, 0]
     assert [each.hopper for each in found] == [True, True, *[False] * 8]
+    assert [device_of(name).vector for name in ("b200", "b300", "gb200")] == [75.0, 75.0, 80.0]
