@@ -18,11 +18,15 @@ from t5bench.model.presets import PRESETS, SOURCES, gpt
 MICRO_BATCHES = (64, 32, 16, 8, 4, 2, 1)
 GPUS_OF_A_DGX2 = 16
 ZERO_GPUS = 400
-# Billions of parameters, as both tutorials and GPT-3's paper state them.
+# Billions of parameters, as both tutorials, GPT-3's paper and T5Gemma 2's announcement
+# (https://blog.google/technology/developers/t5gemma-2/, without the vision encoder) state them.
 SIZES = {
     "gpt-1.5b": 1.5,
     "gpt-8.3b": 8.3,
     "t5-11b": 11,
+    "t5gemma2-270m": 0.37,
+    "t5gemma2-1b": 1.7,
+    "t5gemma2-4b": 7,
     "gpt-13b": 13,
     "gpt-17b": 17,
     "gpt-100b": 100,
@@ -287,7 +291,7 @@ def page() -> str:
         (
             f"`{name}`",
             f"{published:g}",
-            f"{parameters(PRESETS[name]) / 1e9:.1f}",
+            _billions(parameters(PRESETS[name])),
             _dimensions(PRESETS[name]),
             SOURCES[name],
         )
@@ -312,6 +316,10 @@ def page() -> str:
         ).rstrip("\n")
         + "\n"
     )
+
+
+def _billions(count: int) -> str:
+    return f"{count / 1e9:.1f}" if count >= 1e9 else f"{count / 1e9:.2f}"
 
 
 def _dimensions(architecture: Architecture) -> str:

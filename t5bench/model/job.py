@@ -38,6 +38,12 @@ class Architecture:
     head_bias: bool = True  # the output has a bias for every word
     norm: str = "layer"  # weight and bias; or "rms"
     final_norm: bool = True  # each stack ends with one
+    post_norms: bool = False  # a block's output has a norm of its own before it is added
+    query_key_norms: bool = False  # of every head's queries and keys, with the same weights for all heads
+    merged_attention: bool = False  # the decoder's own keys and the encoder's: the same projections and one softmax
+    window: int = 0  # tokens of its own stack to which a token attends where attention is local; 0: it is nowhere
+    global_every: int = 1  # of so many layers the last one's attention is global
+    special_words: int = 0  # vectors of the embedding that are not in its table
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kv_heads", self.kv_heads or self.heads)
@@ -57,9 +63,14 @@ class Architecture:
         return self.decoder_length if decoder else self.encoder_length
 
     def attended(self, decoder: bool) -> tuple[int, ...]:
-        """Tokens of a sample to which each attention of a layer attends: its own stack's, then the encoder's."""
+        """Tokens of a sample to which each attention of a layer attends: its own stack's, then the encoder's.
+
+        A merged attention attends to both. A window hides some of them, but a masked kernel computes with all.
+        """
         own = self.length(decoder)
-        return (own, self.encoder_length) if decoder and self.cross_attention else (own,)
+        if not (decoder and self.cross_attention):
+            return (own,)
+        return (own + self.encoder_length,) if self.merged_attention else (own, self.encoder_length)
 
     @property
     def output_length(self) -> int:
@@ -319,7 +330,8 @@ class Job:
     def attentions(self, decoder: bool) -> list[tuple[int, str]]:
         """For each attention of a layer, the tokens of a sample to which it attends, and its kernel."""
         first, *cross = self.architecture.attended(decoder)
-        attentions = [(first, self.causal_attention if decoder else self.attention)]
+        is_causal = decoder and not self.architecture.merged_attention
+        attentions = [(first, self.causal_attention if is_causal else self.attention)]
         return attentions + [(length, self.attention) for length in cross]
 
     @classmethod

@@ -417,7 +417,7 @@ def _cached_scores(job: Job) -> float:
     probability in 16 bits; the score in fp32 (transformers, models/t5/modeling_t5.py, T5Attention.forward).
     """
     a = job.architecture
-    if job.engine != "autocast" or job.attention != "unfused" or not a.cross_attention:
+    if job.engine != "autocast" or job.attention != "unfused" or not a.cross_attention or a.merged_attention:
         return 0.0
     self_scores, cross_scores = (a.decoder_length * length for length in a.attended(True))
     largest = max(self_scores, cross_scores)
@@ -459,14 +459,33 @@ def layer_bytes(job: Job, decoder: bool = False) -> float:
 
 
 def _norm(job: Job, tokens: int, readers: int = 1) -> float:
-    """A norm's tensors. readers: linear layers that take its output, each with its own copy under autocast."""
+    """A norm's tensors.
+
+    readers: linear layers that take its output, each with its own copy under autocast. Without any the output is added
+    to the residual stream and not kept.
+    """
     a = job.architecture
     software = job.software
-    element = software.norm_tensors * (software.stream or job.element)
+    tensors = software.norm_tensors if readers else software.norm_tensors - 1
+    element = tensors * (software.stream or job.element)
     if software.casts:
         element += 2 * readers
     statistics = 8 if a.norm == "layer" else 4  # of a token: the fp32 mean and reciprocal deviation
     return tokens * (a.hidden * element + statistics) / job.parallel.sequence
+
+
+def _post_norm(job: Job, tokens: int) -> float:
+    return _norm(job, tokens, readers=0) if job.architecture.post_norms else 0.0
+
+
+def _query_key_norms(job: Job, tokens: int, keys: int) -> float:
+    """The inputs of the norms of queries and keys, and their statistics; attention keeps the outputs."""
+    a = job.architecture
+    if not a.query_key_norms:
+        return 0.0
+    inputs = (job.software.norm_tensors - 1) * job.element * (tokens * a.query + keys * a.key)
+    statistics = (8 if a.norm == "layer" else 4) * (tokens * a.heads + keys * a.kv_heads)
+    return inputs + statistics
 
 
 def _dropped(job: Job, elements: float) -> float:
@@ -485,14 +504,15 @@ def _attention(job: Job, decoder: bool, is_cross: bool, length: int, kernel: str
     keys = job.micro_batch * length
     width_of_keys = a.query if software.repeats_keys else a.key
     projections = job.element * (2 * tokens * a.query + 2 * keys * width_of_keys)
-    divided = projections + _attention_core(job, tokens, length, kernel)
+    divided = projections + _query_key_norms(job, tokens, keys) + _attention_core(job, tokens, length, kernel)
     encoder_copies = 2 * 2 * keys * a.hidden if is_cross and software.casts else 0
     masks = 0
-    is_padded = is_cross or not decoder  # a decoder's own mask is causal
+    is_padded = is_cross or not decoder or a.merged_attention  # a decoder's own mask is causal
     if job.recompute != "selective" and kernel == "unfused" and software.keeps_masks and is_padded:
         masks = tokens * length
     whole = encoder_copies + masks + _dropped(job, tokens * a.hidden)
-    return _norm(job, tokens, readers=1 if is_cross else 3) + divided / job.parallel.tensor + whole
+    norms = _norm(job, tokens, readers=1 if is_cross else 3) + _post_norm(job, tokens)
+    return norms + divided / job.parallel.tensor + whole
 
 
 def _attention_core(job: Job, tokens: int, length: int, kernel: str) -> float:
@@ -529,7 +549,8 @@ def _mlp(job: Job, tokens: int) -> float:
         tensors = 1 if a.activation == "relu" else 2  # relu's backward pass needs its output alone
     dropped = e + 1 if software.mlp_dropout and job.dropout else 0
     inside = (e * tensors + dropped) * tokens * a.ffn / job.parallel.tensor
-    return _norm(job, tokens, readers=2 if a.gated else 1) + inside + _dropped(job, tokens * a.hidden)
+    norms = _norm(job, tokens, readers=2 if a.gated else 1) + _post_norm(job, tokens)
+    return norms + inside + _dropped(job, tokens * a.hidden)
 
 
 def in_flight(job: Job, stage: int) -> int:
@@ -626,7 +647,8 @@ def _ends(job: Job, part: Stage) -> float:
     if a.family != "gpt" and "unfused" in (job.attention, job.causal_attention):
         encoder = a.encoder_length if has_encoder else 0
         decoder = a.decoder_length if has_decoder else 0
-        size += job.micro_batch * (encoder * encoder + decoder * decoder + decoder * a.encoder_length)
+        masks = encoder * encoder + decoder * decoder + decoder * a.encoder_length
+        size += job.micro_batch * masks * (2 if a.window else 1)  # of global and of local layers
     return size
 
 

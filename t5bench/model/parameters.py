@@ -59,8 +59,8 @@ def stage_of(a: Architecture, parallel: Parallel, stage: int = 0) -> Stage:
 def layer_shapes(a: Architecture, tensor: int = 1, decoder: bool = False) -> list[tuple[int, ...]]:
     """The size of each parameter of a layer on a tensor-parallel rank, in Megatron's order.
 
-    A decoder layer has cross-attention if there is an encoder. A weight is (outputs, inputs); column parallelism
-    divides the outputs, and the bias with them.
+    A decoder layer has cross-attention if there is an encoder, unless that is merged with its self-attention. A weight
+    is (outputs, inputs); column parallelism divides the outputs, and the bias with them.
     """
     h = a.hidden
     query = a.query // tensor
@@ -69,22 +69,30 @@ def layer_shapes(a: Architecture, tensor: int = 1, decoder: bool = False) -> lis
     self_attention = [(query + keys_and_values, h), (h, query)]
     cross_attention = [(query, h), (keys_and_values, h), (h, query)]
     mlp = [(ffn_inputs, h), (h, a.ffn // tensor)]
-    blocks = [self_attention, mlp]
-    if decoder and a.cross_attention:
-        blocks = [self_attention, cross_attention, mlp]
+    attentions = [self_attention]
+    if decoder and a.cross_attention and not a.merged_attention:
+        attentions = [self_attention, cross_attention]
     shapes: list[tuple[int, ...]] = []
-    for block in blocks:
-        shapes += _norm(a)
-        for weight in block:
-            shapes.append(weight)
-            if a.biases:
-                shapes.append(weight[:1])
-    return shapes
+    for weights in attentions:
+        shapes += _block(a, weights)
+        if a.query_key_norms:
+            shapes += 2 * _norm(a, a.head_size)
+    return shapes + _block(a, mlp)
 
 
-def _norm(a: Architecture) -> list[tuple[int, ...]]:
+def _block(a: Architecture, weights: list[tuple[int, int]]) -> list[tuple[int, ...]]:
+    """A norm, the weights with their biases, and the norm of the output if it has one."""
+    shapes = _norm(a, a.hidden)
+    for weight in weights:
+        shapes.append(weight)
+        if a.biases:
+            shapes.append(weight[:1])
+    return shapes + (_norm(a, a.hidden) if a.post_norms else [])
+
+
+def _norm(a: Architecture, width: int) -> list[tuple[int, ...]]:
     """A layer norm has a weight and a bias, an RMS norm has no bias."""
-    return [(a.hidden,)] * (2 if a.norm == "layer" else 1)
+    return [(width,)] * (2 if a.norm == "layer" else 1)
 
 
 def tensors(a: Architecture, parallel: Parallel = WHOLE, stage: int = 0) -> dict[str, list[int]]:
@@ -116,11 +124,12 @@ def _positions(a: Architecture) -> list[Shape]:
 def _embedding(a: Architecture, parallel: Parallel) -> list[Shape]:
     shapes = [_words(a, parallel)]
     if a.family == "bart":
-        shapes += 2 * [(a.position_rows + 2, a.hidden), *_norm(a)]
+        shapes += 2 * [(a.position_rows + 2, a.hidden), *_norm(a, a.hidden)]
     else:
         shapes += _positions(a)
     if a.family == "bert":
         shapes.append((2, a.hidden))
+    shapes += a.special_words * [(a.hidden,)]
     return shapes
 
 
@@ -132,7 +141,7 @@ def _stack(a: Architecture, parallel: Parallel, layers: int, is_decoder: bool, e
     if a.positions == "relative":
         shapes.append((a.relative_buckets, a.heads))
     if a.final_norm and ends:
-        shapes += _norm(a)
+        shapes += _norm(a, a.hidden)
     return shapes
 
 
@@ -148,7 +157,7 @@ def _head(a: Architecture, parallel: Parallel, has_embedding: bool) -> list[Shap
     if parallel.deepspeed and not has_embedding:
         shapes += _positions(a)
     if a.family == "bert":
-        shapes += [(h, h), (h,), *_norm(a), (h, h), (h,), (2, h), (2,)]
+        shapes += [(h, h), (h,), *_norm(a, h), (h, h), (h,), (2, h), (2,)]
     return shapes
 
 

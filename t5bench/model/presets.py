@@ -1,7 +1,8 @@
 """Models by their published dimensions, for predictions. The launchers' own presets are settings.
 
 GPTs end in their size; they have learned positions, biases and a tied head, as GPT-2. T5 v1.1 and UL2 have gated FFNs,
-relative positions, RMS norms, no biases and a head of its own.
+relative positions, RMS norms, no biases and a head of their own. T5Gemma 2 is the text part, without the vision
+encoder, at the launchers' lengths.
 """
 
 from dataclasses import replace
@@ -10,6 +11,7 @@ from t5bench.model.job import Architecture, padded
 
 GPT2_VOCABULARY = padded(50257, 128)
 T5_VOCABULARY = 32128
+GEMMA_VOCABULARY = 262144
 
 
 def gpt(layers: int, hidden: int, heads: int, length: int) -> Architecture:
@@ -48,8 +50,38 @@ def t5_v1_1(layers: int, hidden: int, heads: int, ffn: int, head_size: int = 64)
     )
 
 
+def t5gemma2(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, window: int) -> Architecture:
+    return Architecture(
+        encoder_layers=layers,
+        decoder_layers=layers,
+        hidden=hidden,
+        heads=heads,
+        head_size=256,
+        ffn=ffn,
+        encoder_length=512,
+        decoder_length=128,
+        padded_vocabulary=GEMMA_VOCABULARY,
+        kv_heads=kv_heads,
+        gated=True,
+        positions="rotary",
+        biases=False,
+        head_bias=False,
+        norm="rms",
+        post_norms=True,
+        query_key_norms=True,
+        merged_attention=True,
+        window=window,
+        global_every=6,
+        special_words=1,  # the end of an image
+    )
+
+
 _ZERO = "ZeRO, https://arxiv.org/abs/1910.02054, appendix"
 _T5_V1_1 = "the published configuration of google/t5-v1_1-*"
+_T5GEMMA_2 = (
+    "T5Gemma 2, https://arxiv.org/abs/2512.14856; jax-ml/bonsai, bonsai/models/t5gemma2/modeling.py, which loads"
+    " google/t5gemma-2-*"
+)
 PRESETS = {
     "t5-v1.1-small": t5_v1_1(8, 512, 6, 1024),
     "t5-v1.1-base": t5_v1_1(12, 768, 12, 2048),
@@ -59,6 +91,9 @@ PRESETS = {
     # One FFN matrix without a gate, ReLU, tied embeddings.
     "t5-11b": replace(t5_v1_1(24, 1024, 128, 65536, head_size=128), gated=False, activation="relu", tied=True),
     "ul2-20b": replace(t5_v1_1(32, 4096, 16, 16384, head_size=256), activation="silu"),
+    "t5gemma2-270m": t5gemma2(18, 640, 4, 1, 2048, 512),
+    "t5gemma2-1b": t5gemma2(26, 1152, 4, 1, 6912, 512),
+    "t5gemma2-4b": t5gemma2(34, 2560, 8, 4, 10240, 1024),
     "gpt-1.5b": gpt(48, 1600, 25, 1024),
     "gpt-8.3b": gpt(72, 3072, 24, 1024),
     "gpt-13b": gpt(40, 5120, 40, 2048),  # the paper rounds 40 heads of 128 to 5140
@@ -72,6 +107,7 @@ SOURCES = {
     **dict.fromkeys(("t5-v1.1-small", "t5-v1.1-base", "t5-v1.1-large", "t5-v1.1-xl", "t5-v1.1-xxl"), _T5_V1_1),
     "t5-11b": "T5, https://arxiv.org/abs/1910.10683, section 3.7",
     "ul2-20b": "the published configuration of google/ul2",
+    **dict.fromkeys(("t5gemma2-270m", "t5gemma2-1b", "t5gemma2-4b"), _T5GEMMA_2),
     "gpt-1.5b": "GPT-2, the published configuration of openai-community/gpt2-xl",
     "gpt-8.3b": "Megatron-LM, https://arxiv.org/abs/1909.08053, table 2",
     "gpt-13b": "GPT-3, https://arxiv.org/abs/2005.14165, table 2.1",
@@ -80,3 +116,9 @@ SOURCES = {
     "gpt-170b": _ZERO,
     "gpt-175b": "GPT-3, https://arxiv.org/abs/2005.14165, table 2.1",
 }
+# What a reader of a preset's predictions must know.
+NOTES = dict.fromkeys(
+    ("t5gemma2-270m", "t5gemma2-1b", "t5gemma2-4b"),
+    "the text part, without the vision encoder; layers with a window compute the scores outside of it too, as"
+    " transformers' own do",
+)

@@ -32,12 +32,14 @@ GLOO_PAIR_GATHER = 1.5
 ENCODER_OPERATORS = 74
 DECODER_OPERATORS = 125
 OTHER_OPERATORS = 60
+NORM_OPERATORS = 3  # a further norm's forward and backward, and its gradient's accumulation
 # Passes of element-wise operations over a layer's tensors in forward, read and written; backward has twice as many.
 # Norms, biases, dropout, residuals: of [tokens, hidden] in each block; of [tokens, ffn]; of attention's scores.
 BLOCK_PASSES = 10
 FFN_PASSES = 4
 SCORE_PASSES = 10
 LOGIT_PASSES = 6
+NORM_PASSES = 2  # of a tensor that has a norm besides its block's first one
 LAUNCH = 10e-6  # seconds of an eager operator on the host, on any machine (measured, docs/prediction.md)
 # Adam reads and writes fp32 master, two moments and gradient, and writes the 16-bit copy; norm and clipping read and
 # write the gradient once more.
@@ -137,9 +139,23 @@ def _layer_seconds(job: Job, decoder: bool, device: Device) -> tuple[float, floa
     softmax = (job.software.softmax or job.element) / job.element
     passes = (1 + len(attentions)) * BLOCK_PASSES * n * a.hidden * stream / job.parallel.sequence
     passes += (FFN_PASSES * n * a.ffn * (1.5 if a.gated else 1) + 2 * n * (a.query + 2 * a.key)) / t
+    passes += _further_norms(job, decoder)
     scores = sum(a.heads * n * length for length, kernel in attentions if kernel == "unfused")
     core = 2 * b * core_products / t / attention + SCORE_PASSES * b * scores * softmax / t * rates.element
     return 2 * b * weights / t / rates.linear + b * passes * rates.element + core, core
+
+
+def _further_norms(job: Job, decoder: bool) -> float:
+    """Passes over the tensors of a sample in a layer that have a norm besides their block's first one."""
+    a = job.architecture
+    n = a.length(decoder)
+    lengths = a.attended(decoder)
+    elements = 0.0
+    if a.post_norms:
+        elements += (1 + len(lengths)) * n * a.hidden / job.parallel.sequence
+    if a.query_key_norms:
+        elements += (len(lengths) * n * a.query + sum(lengths) * a.key) / job.parallel.tensor
+    return NORM_PASSES * elements
 
 
 def stage_seconds(job: Job, device: Device, stage: int, slower: float = 1.0) -> tuple[Pass, Pass]:
@@ -185,8 +201,11 @@ def _head_seconds(job: Job, rates: Rates) -> float:
 
 def _layer_operators(a: Architecture, part: Stage) -> int:
     """Operators that the layers of a stage dispatch for one micro-batch, forward and backward."""
-    decoder = DECODER_OPERATORS if a.cross_attention else ENCODER_OPERATORS
-    return ENCODER_OPERATORS * part.encoder_layers + decoder * part.decoder_layers
+    has_three_blocks = a.cross_attention and not a.merged_attention
+    decoder = DECODER_OPERATORS if has_three_blocks else ENCODER_OPERATORS
+    norms = (2 if a.post_norms else 0) + (2 if a.query_key_norms else 0)
+    further = NORM_OPERATORS * norms * (part.encoder_layers + part.decoder_layers)
+    return ENCODER_OPERATORS * part.encoder_layers + decoder * part.decoder_layers + further
 
 
 def _other_operators(job: Job, part: Stage) -> int:

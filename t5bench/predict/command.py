@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from t5bench import Problem
+from t5bench import Problem, note
 from t5bench.cluster.measured import read_network
 from t5bench.compare.comparable import gpu_names
 from t5bench.compare.rows import Row, make_row
@@ -19,7 +19,7 @@ from t5bench.model.job import Job, padded
 from t5bench.model.machine import DEVICES, GIB, Device, Link, device_of
 from t5bench.model.memory import activation_bytes, in_flight
 from t5bench.model.prediction import LATENCY, Prediction, with_link
-from t5bench.model.presets import PRESETS
+from t5bench.model.presets import NOTES, PRESETS
 from t5bench.model.time import CPU
 from t5bench.plan.forecast import GIGABITS, gpu_here, padded_vocabulary
 from t5bench.plan.launchers import declarations, with_slurm_hosts
@@ -91,15 +91,18 @@ def run(args: argparse.Namespace) -> int:
     if args.gpus is not None or args.rank is not None:
         remedy = "Set NNODES and NPROC_PER_NODE, add --execute, or rank layouts: python -m t5bench layouts --gpus N"
         raise Problem("--gpus and --rank say what --execute executes, and it is not given", remedy)
+    if args.model in NOTES:
+        note(f"{args.model}: {NOTES[args.model]}")
     calibrated = calibration(args) if args.calibrate else None
     entries = []
     refused = {}
     for its_plan, row in plans_and_rows(args):
-        if its_plan.layout:
+        reason = why_not(args, its_plan)
+        if reason:
+            refused[its_plan.strategy.name] = reason
+        else:
             prediction = predicted(args, its_plan, row, calibrated.slower if calibrated else None)
             entries.append(Entry(prediction, row))
-        else:
-            refused[its_plan.strategy.name] = next(each.found for each in its_plan.obstacles if each.fatal)
     if not entries:
         raise Problem("no strategy can run with these settings", "\n".join(dict.fromkeys(refused.values())))
     if calibrated:
@@ -197,21 +200,26 @@ def predicted(
         device = device_for(plan, args.device)
         job = Job.of_plan(plan, vocabulary_of(plan, args.vocabulary))
         if args.model in PRESETS:
-            job = with_model(job, args.model)
+            job = replace(job, architecture=PRESETS[args.model])
     if slower is None and device is not CPU:
         slower = 1.0
     between = link or link_of(args.network, args.link, args.latency)
     return Prediction.of_plan(plan, job, with_link(device, between, job.parallel.devices_per_node), slower, name)
 
 
-def with_model(job: Job, name: str) -> Job:
-    """The job with a preset's architecture. Raises Problem if its layout cannot divide that."""
-    architecture = PRESETS[name]
-    parallel = job.parallel
-    if parallel.pipeline > architecture.layers or architecture.heads % parallel.tensor:
-        found = f"{architecture.layers} layers and {architecture.heads} heads"
-        raise Problem(f"{name} has {found}, which TP/PP/DP {parallel} does not divide", "Choose another layout")
-    return replace(job, architecture=architecture)
+def why_not(args: argparse.Namespace, plan: Plan) -> str:
+    """Why a plan cannot be predicted; "" if it can be."""
+    if not plan.layout:
+        return next(each.found for each in plan.obstacles if each.fatal)
+    if args.runs or args.model not in PRESETS:
+        return ""
+    model = PRESETS[args.model]
+    layout = plan.layout
+    if layout.pp > model.layers:
+        return f"{args.model} has only {model.layers} layers for {layout.pp} pipeline stages"
+    if model.kv_heads % layout.tp:
+        return f"TP={layout.tp} does not divide the heads of keys and values of {args.model}: {model.kv_heads}"
+    return ""
 
 
 def planned(model: str | None = None) -> list[Plan]:

@@ -19,7 +19,7 @@ from t5bench.model.job import Architecture, Job, Parallel, Zero, beyond_native
 from t5bench.model.layout import balanced_split
 from t5bench.model.machine import DEVICES, GIB, Machine
 from t5bench.model.prediction import Prediction, with_link
-from t5bench.model.presets import PRESETS
+from t5bench.model.presets import NOTES, PRESETS
 from t5bench.plan.families import FAMILIES
 from t5bench.plan.launchers import ALONE
 from t5bench.plan.planner import plan
@@ -181,6 +181,8 @@ def run(args: argparse.Namespace) -> int:
         args.page.write_text(page.text(args, start))
         print(f"Wrote {args.page}; open it in a browser")
         return 0
+    if args.model in NOTES:
+        note(f"{args.model}: {NOTES[args.model]}")
     sizes = numbers_of_gpus(args.gpus or "")
     if not args.device:
         raise Problem("--device is missing", f"Choose from: {' '.join(DEVICES)}")
@@ -274,14 +276,14 @@ def given(planned: Plan) -> dict[str, str]:
 def layouts(
     model: Architecture, gpus: int, per_node: int, tensor: int | None, engine: str, pipeline: int | None = None
 ) -> Iterator[Parallel]:
-    """Sizes that divide the GPUs, the heads and the FFN, and stages that the engine can make of the layers.
+    """Sizes that divide the GPUs, the heads of keys and the FFN, and stages that the engine can make of the layers.
 
     tensor, pipeline: the only sizes to try.
     """
     tensor_sizes = [tensor] if tensor else [size for size in TENSOR_SIZES if size <= per_node]
     for tp in tensor_sizes:
         for pp in [pipeline] if pipeline else range(1, min(model.layers, gpus // tp) + 1):
-            if gpus % (tp * pp) or model.heads % tp or model.ffn % tp:
+            if gpus % (tp * pp) or model.kv_heads % tp or model.ffn % tp:
                 continue
             if engine == "native" or _divides(model, pp):
                 split_rank = _split(model, pp) if engine == "native" else None
@@ -363,7 +365,7 @@ class Space:
             asked = f" with TP={self.tensor}" if self.tensor else ""
             asked += f" with PP={self.pipeline}" if self.pipeline else ""
             found = f"no layout of {self.gpus} GPUs{asked} divides the model and a global batch of {self.batch}"
-            sizes = f"TP must divide the GPUs, {model.heads} heads and {model.ffn} FFN columns"
+            sizes = f"TP must divide the GPUs, {model.kv_heads} heads of keys and {model.ffn} FFN columns"
             raise Problem(found, f"{sizes}, the data-parallel size the batch (--global-batch)")
         smallest = min(candidates, key=lambda candidate: candidate.memory_bytes)
         if not smallest.fits:

@@ -58,6 +58,7 @@ def prediction(number: int) -> Prediction:
     heads = choose.choice([4, 8, 16, 32])
     head_size = choose.choice([64, 128])
     is_published = choose.random() < 0.3
+    is_merged = is_published and choose.random() < 0.5
     architecture = Architecture(
         encoder_layers=layers if kind == "t5" else 0,
         decoder_layers=choose.choice([4, 8, 24]) if kind == "t5" else layers,
@@ -77,6 +78,12 @@ def prediction(number: int) -> Prediction:
         biases=not is_published,
         head_bias=kind == "t5" and not is_published,
         norm="rms" if is_published else "layer",
+        post_norms=is_merged,
+        query_key_norms=is_merged,
+        merged_attention=is_merged,
+        window=choose.choice([64, 1024]) if is_merged else 0,
+        global_every=6,
+        special_words=1 if is_merged else 0,
     )
     stage = choose.choice([0, 0, 1, 2, 3]) if data > 1 else 0
     offloads = stage == 3 and choose.random() < 0.5

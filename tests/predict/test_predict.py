@@ -239,6 +239,7 @@ def test_models_by_their_published_dimensions(capsys: pytest.CaptureFixture[str]
     """Their parameters are the published ones; plan ranks them but does not claim to start them."""
     published = {"gpt-1.5b": 1.5, "gpt-8.3b": 8.3, "t5-11b": 11.3, "gpt-13b": 13, "gpt-17b": 17.2, "ul2-20b": 19.6}
     published |= {"gpt-100b": 101, "gpt-170b": 171, "gpt-175b": 175, "t5-v1.1-xxl": 11.1}
+    published |= {"t5gemma2-270m": 0.37, "t5gemma2-1b": 1.7, "t5gemma2-4b": 7}
     for name, billions in published.items():
         assert parameters(PRESETS[name]) / 1e9 == pytest.approx(billions, rel=0.05), name
     options = "--device", "h100", "--link", 3200, "--tp", 8, "--model", "gpt-175b", "--json"
@@ -250,6 +251,16 @@ def test_models_by_their_published_dimensions(capsys: pytest.CaptureFixture[str]
     (row, *_) = json.loads(t5bench(capsys, "predict", "--model", "t5-v1.1-xl", "--device", "h100", "--json")[1])["rows"]
     assert row["parameters"] == [parameters(PRESETS["t5-v1.1-xl"])]
     assert row["mfu"] == pytest.approx(row["tflops_per_gpu"] / 989.4)
+
+
+def test_a_layout_that_does_not_divide_a_published_model_is_listed_with_the_reason(capsys: pytest.CaptureFixture[str]):
+    status, shown, said = t5bench(capsys, "predict", "--model", "t5gemma2-1b", "--device", "h100")
+    assert status == 0 and "t5gemma2-1b: the text part, without the vision encoder" in said
+    assert "tensor cannot run: TP=2 does not divide the heads of keys and values of t5gemma2-1b: 1" in shown
+    for model, expected in (("t5gemma2-1b", {1}), ("t5gemma2-4b", {1, 2, 4})):
+        options = "--device", "h100", "--model", model, "--json"
+        found = json.loads(t5bench(capsys, "layouts", "--gpus", 8, *options)[1])["8"]
+        assert {one["parallel"]["tensor"] for one in found} == expected
 
 
 def test_an_environment_may_name_the_layout(capsys: pytest.CaptureFixture[str], monkeypatch):
