@@ -86,6 +86,7 @@ def architecture_of(point: Point, tensor: int) -> Architecture:
         biases=not as_published,
         head_bias=not as_published and family != "gpt",
         norm="rms" if as_published or engine == "galvatron" else "layer",
+        predicted=words.predicted_tokens(point, encoder_length),
     )
 
 

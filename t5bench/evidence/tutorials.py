@@ -42,7 +42,7 @@ Two well-known tutorials state what large models need and how fast they train: D
 [Megatron-LM](https://github.com/NVIDIA/Megatron-LM), on GPT-3. This page shows the cost model's predictions for the
 same jobs. Nothing here was measured by us, and nothing was fitted to it. `python -m t5bench predict --published`
 prints the page, and a test compares it.
-[prediction.md](prediction.md) has 540 published measurements with exact layouts.
+[prediction.md](prediction.md) has 526 published measurements with exact layouts.
 """
 
 SIZES_INTRODUCTION = """\
@@ -213,8 +213,8 @@ def _zero2() -> Iterator[Claim]:
         f"75 of the 100B's layers, {parameters(sixty) / 1e9:.0f}B, on {', '.join(map(str, sizes))} V100, TP 16, the"
         f" most samples that fit: {', '.join(str(one.job.micro_batch) for one in series)}",
         "More GPUs leave room for more samples, so each GPU reduces gradients less often. Once no larger micro-batch"
-        " of 1, 2, 4, ... fits, the rate no longer grows: the model gives matrix products the same share of the peak"
-        " at any size.",
+        " of 1, 2, 4, ... fits, the rate no longer grows: the model gives large matrix products the same share of the"
+        " peak at any size.",
     )
 
 

@@ -32,6 +32,8 @@ def stated(value: T | None, reason: str) -> T:
 
 
 AUTOCAST = r"autocast|\bamp\b"
+HUGGING_FACE = r"\bHF\b|Hugging|plain PyTorch T5"  # or a copy of its modules, as in nanoT5
+COMPILED = r"torch\.compile"  # what it keeps in memory is not known, and its operators are fused
 
 
 def software(point: Point) -> str:
@@ -49,7 +51,7 @@ def software(point: Point) -> str:
         return "megatron-core-softmax" if "no-masked-softmax-fusion" in kernel else "megatron-core"
     if repository.startswith("PKU-DAIR/"):
         return "galvatron" if repository.endswith("Galvatron") else "galvatron-1"
-    if re.search(r"\bHF\b|Hugging", kernel):
+    if re.search(HUGGING_FACE, kernel) and not re.search(COMPILED, kernel):
         return "autocast" if re.search(AUTOCAST, point.precision, re.IGNORECASE) else "huggingface"
     return ""
 
@@ -153,6 +155,16 @@ def attention_kernel(point: Point) -> str:
         return "unfused"
     device = device_of(point)
     return "fused" if device and device.hopper else "flash"
+
+
+def predicted_tokens(point: Point, length: int) -> int:
+    """Tokens of a sample that have logits; 0 for all.
+
+    BERT in NVIDIA/DeepLearningExamples selects the masked ones before its head: max_predictions_per_seq is 20 of 128
+    tokens and 80 of 512 in its scripts/run_pretraining*.sh.
+    """
+    selects_masked = point.source.repo == "NVIDIA/DeepLearningExamples" and point.model.architecture == "bert"
+    return length * 20 // 128 if selects_masked else 0
 
 
 # Names of products that have less, or more, than the GPU that is named.

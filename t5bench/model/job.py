@@ -44,6 +44,7 @@ class Architecture:
     window: int = 0  # tokens of its own stack to which a token attends where attention is local; 0: it is nowhere
     global_every: int = 1  # of so many layers the last one's attention is global
     special_words: int = 0  # vectors of the embedding that are not in its table
+    predicted: int = 0  # tokens of a sample that have logits, such as a BERT's masked ones; 0 for all
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kv_heads", self.kv_heads or self.heads)
@@ -75,7 +76,7 @@ class Architecture:
     @property
     def output_length(self) -> int:
         """Tokens of a sample that have logits."""
-        return self.length(bool(self.decoder_layers))
+        return self.predicted or self.length(bool(self.decoder_layers))
 
     @property
     def query(self) -> int:
@@ -220,7 +221,7 @@ class FullySharded:
 
 @dataclass(frozen=True)
 class Software:
-    """What software keeps in memory."""
+    """What software keeps in memory, and whether its operators are fused."""
 
     norm_tensors: int = 2  # hidden states that a norm keeps
     stream: int = 0  # bytes of an element of these, 0 for the training precision
@@ -239,6 +240,7 @@ class Software:
     tensor_logits: int = 0  # `logits` under tensor parallelism, 0 where it is the same
     cast_parameters: bool = False  # parameters are fp32, and cast to 16 bits in every iteration
     keeps_inputs: bool = False  # of pipeline stages, and fp16's fp32 gradients, until the next iteration (memory.py)
+    eager: bool = False  # norms, activations and softmax run as PyTorch's operators one by one (time.py)
 
 
 # Each figure cites the source code: Megatron-LM at a53107c006, Megatron-DeepSpeed at 4efb479d, Hetu-Galvatron at
@@ -267,10 +269,14 @@ SOFTWARE = {
     # Hetu's first Galvatron: HF's T5LayerNorm in fp32 around Megatron's attention, which masks scores out of place.
     "galvatron-1": Software(norm_tensors=3, score_copies=1),
     # HF's T5LayerNorm keeps its input, the normalised input and the output; relu or gelu and dropout are in the MLP.
-    "huggingface": Software(norm_tensors=3, mlp_dropout=True, fused_gate=False, logits=12, logit_gradients=12),
+    "huggingface": Software(
+        norm_tensors=3, mlp_dropout=True, fused_gate=False, logits=12, logit_gradients=12, eager=True
+    ),
     # Under autocast the residual stream is fp32, softmax too, and the loss: T5ForConditionalGeneration's logits in
     # 16 bits, log_softmax's output and two gradients in fp32.
-    "autocast": Software(2, 4, True, softmax=4, mlp_dropout=True, fused_gate=False, logits=14, logit_gradients=8),
+    "autocast": Software(
+        2, 4, True, softmax=4, mlp_dropout=True, fused_gate=False, logits=14, logit_gradients=8, eager=True
+    ),
 }
 
 

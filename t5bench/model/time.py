@@ -12,14 +12,13 @@ from typing import NamedTuple
 
 from t5bench.model import schedule
 from t5bench.model.flops import layer_multiply_adds, multiply_adds
-from t5bench.model.job import Architecture, Job, Zero
+from t5bench.model.job import Job, Zero
 from t5bench.model.machine import Device, Link, Machine
 from t5bench.model.parameters import Stage, parameters, stage_of
 from t5bench.model.traffic import Row, paths, ring_bytes, rows, steps
 
-# The shares that large matrix products reach of a GPU's peak, element-wise operations of its memory's bandwidth, and
-# collectives of a link's data rate: round figures from published benchmarks, not fitted.
-PRODUCTS = 0.70
+# The shares that element-wise operations reach of a memory's bandwidth, and collectives of a link's data rate: round
+# figures from published benchmarks, not fitted. attained.py has what matrix products reach of a GPU's peak.
 ELEMENTS = 0.80
 NETWORK = {"nccl": 0.92, "gloo": 0.97}
 # FlashAttention-2 reaches less of Hopper's peak (FlashAttention-3, https://arxiv.org/abs/2407.08608, abstract).
@@ -40,6 +39,13 @@ FFN_PASSES = 4
 SCORE_PASSES = 10
 LOGIT_PASSES = 6
 NORM_PASSES = 2  # of a tensor that has a norm besides its block's first one
+# What Hugging Face's modules (transformers 4.57) add by running operators one by one, counted with TorchDispatchMode:
+# T5LayerNorm, which converts inputs of 2 bytes to 4 and back, and gelu_new. Their attention's passes over its scores,
+# with softmax in fp32. Operators of a layer of T5 v1.1's encoder and decoder in 16 bits.
+EAGER_RMS_NORM = {2: 15, 4: 5}
+EAGER_GELU = 16
+EAGER_SCORES = {2: 15, 4: 6}
+EAGER_OPERATORS = {"huggingface": (139, 211), "autocast": (159, 239)}
 LAUNCH = 10e-6  # seconds of an eager operator on the host, on any machine (measured, docs/prediction.md)
 # Adam reads and writes fp32 master, two moments and gradient, and writes the 16-bit copy; norm and clipping read and
 # write the gradient once more.
@@ -97,6 +103,17 @@ class Pass(NamedTuple):
     """Including the host."""
 
 
+class Passes(NamedTuple):
+    """Of element-wise operations in a layer's forward pass."""
+
+    block: int
+    """Over [tokens, hidden] in each block."""
+    ffn: float
+    """Over [tokens, ffn]."""
+    scores: int
+    """Over attention's scores, where they are stored."""
+
+
 class Rates(NamedTuple):
     """What a device reaches in a job's precision."""
 
@@ -111,13 +128,25 @@ class Rates(NamedTuple):
 def _rates(job: Job, device: Device) -> Rates:
     def products(precision: str) -> float:
         peak = device.peak(precision) or device.vector * 1e12  # without tensor cores for it
-        return peak * PRODUCTS
+        return peak * (device.attained.fp8 if precision == "fp8" else device.attained.products)
 
     return Rates(
         linear=products(job.precision),
         products=products("bf16" if job.precision == "fp8" else job.precision),
         element=job.element / (device.bandwidth * ELEMENTS),
     )
+
+
+def _passes(job: Job) -> Passes:
+    a = job.architecture
+    software = job.software
+    ffn = FFN_PASSES * (1.5 if a.gated else 1)
+    if not software.eager:
+        return Passes(BLOCK_PASSES, ffn, SCORE_PASSES)
+    norm = EAGER_RMS_NORM[software.stream or job.element] if a.norm == "rms" else 0
+    gelu = EAGER_GELU if a.gated or a.family == "gpt" else 0
+    scores = SCORE_PASSES if software.softmax else EAGER_SCORES[job.element]
+    return Passes(BLOCK_PASSES + norm, ffn + gelu, scores)
 
 
 @lru_cache(maxsize=65536)
@@ -130,19 +159,26 @@ def _layer_seconds(job: Job, decoder: bool, device: Device) -> tuple[float, floa
     weights, core_products = layer_multiply_adds(a, decoder)
     n = a.length(decoder)
     attentions = job.attentions(decoder)
+    start = device.attained.start
     attention = rates.products
     if device.hopper:  # longer by what flash attention misses of its share of the multiply-adds
-        slower = [length * (PRODUCTS / FLASH_ON_HOPPER if kernel == "flash" else 1) for length, kernel in attentions]
+        share = device.attained.products / FLASH_ON_HOPPER
+        slower = [length * (share if kernel == "flash" else 1) for length, kernel in attentions]
         attention *= sum(a.attended(decoder)) / sum(slower)
     # Under autocast the residual stream, norms and softmax are fp32.
     stream = (job.software.stream or job.element) / job.element
     softmax = (job.software.softmax or job.element) / job.element
-    passes = (1 + len(attentions)) * BLOCK_PASSES * n * a.hidden * stream / job.parallel.sequence
-    passes += (FFN_PASSES * n * a.ffn * (1.5 if a.gated else 1) + 2 * n * (a.query + 2 * a.key)) / t
+    each = _passes(job)
+    passes = (1 + len(attentions)) * each.block * n * a.hidden * stream / job.parallel.sequence
+    passes += (each.ffn * n * a.ffn + 2 * n * (a.query + 2 * a.key)) / t
     passes += _further_norms(job, decoder)
     scores = sum(a.heads * n * length for length, kernel in attentions if kernel == "unfused")
-    core = 2 * b * core_products / t / attention + SCORE_PASSES * b * scores * softmax / t * rates.element
-    return 2 * b * weights / t / rates.linear + b * passes * rates.element + core, core
+    core = 2 * b * core_products / t / attention + each.scores * b * scores * softmax / t * rates.element
+    core += start * sum(2 if kernel == "unfused" else 1 for _, kernel in attentions)
+    # Query, key and value at once, but cross-attention's query apart; the output of each attention; two of the FFN.
+    linear_products = 3 * len(attentions) + 1
+    seconds = 2 * b * weights / t / rates.linear + linear_products * start + b * passes * rates.element + core
+    return seconds, core
 
 
 def _further_norms(job: Job, decoder: bool) -> float:
@@ -173,7 +209,7 @@ def stage_seconds(job: Job, device: Device, stage: int, slower: float = 1.0) -> 
             layers_seconds += layers * seconds
             core_seconds += layers * core
     head_seconds = _head_seconds(job, rates) if part.head else 0.0
-    layer_operators = _layer_operators(a, part)
+    layer_operators = _layer_operators(job, part)
     recomputed = {"none": 0.0, "selective": core_seconds, "full": layers_seconds}[job.recompute]
     operators_again = {"none": 0.0, "selective": layer_operators / 18, "full": layer_operators / 3}[job.recompute]
     operators = layer_operators + _other_operators(job, part)
@@ -199,13 +235,15 @@ def _head_seconds(job: Job, rates: Rates) -> float:
     return 2 * job.micro_batch * multiply_adds(a)["head"] / t / rates.products + logits * passes * rates.element
 
 
-def _layer_operators(a: Architecture, part: Stage) -> int:
+def _layer_operators(job: Job, part: Stage) -> int:
     """Operators that the layers of a stage dispatch for one micro-batch, forward and backward."""
+    a = job.architecture
+    alone, with_cross_attention = EAGER_OPERATORS.get(job.engine, (ENCODER_OPERATORS, DECODER_OPERATORS))
     has_three_blocks = a.cross_attention and not a.merged_attention
-    decoder = DECODER_OPERATORS if has_three_blocks else ENCODER_OPERATORS
+    decoder = with_cross_attention if has_three_blocks else alone
     norms = (2 if a.post_norms else 0) + (2 if a.query_key_norms else 0)
     further = NORM_OPERATORS * norms * (part.encoder_layers + part.decoder_layers)
-    return ENCODER_OPERATORS * part.encoder_layers + decoder * part.decoder_layers + further
+    return alone * part.encoder_layers + decoder * part.decoder_layers + further
 
 
 def _other_operators(job: Job, part: Stage) -> int:

@@ -8,7 +8,9 @@ import msgspec
 import pytest
 
 from t5bench.evidence import check, points
+from t5bench.evidence.jobs import architecture_of
 from t5bench.evidence.words import device_of
+from t5bench.model.flops import multiply_adds
 
 BASE: dict[str, Any] = {
     "id": "made",
@@ -133,6 +135,30 @@ def test_kernels_are_read_by_what_they_keep(tmp_path: Path, kernel: str, same: s
     assert predicted("eager") < predicted("flash")
 
 
+def test_a_compiled_model_is_faster_than_hugging_faces_modules(tmp_path: Path):
+    model = {"architecture": "t5-v1.1", **ENCODER["model"]}
+    kernel = "unfused (plain PyTorch T5 attention)"
+
+    def predicted(words: str, precision: str) -> float:
+        fields = {"software": None, "attention_kernel": words, "precision": precision}
+        return throughput(tmp_path, model=model, lengths=ENCODER["lengths"], **fields)
+
+    gain = {name: predicted(f"{kernel}; torch.compile", name) / predicted(kernel, name) for name in ("bf16", "fp32")}
+    assert predicted("unfused (HF eager)", "bf16") == predicted(kernel, "bf16")
+    assert gain["bf16"] > gain["fp32"] > 1
+
+
+def test_a_bert_of_deep_learning_examples_has_logits_of_masked_tokens_alone(tmp_path: Path):
+    model = {"architecture": "bert", "encoder_layers": 24, "decoder_layers": None}
+    point = msgspec.convert(made(model=model, lengths={"encoder": 512, "decoder": None}), points.Point)
+    other = msgspec.structs.replace(point, source=points.Source(repo="NVIDIA/DeepLearningExamples"))
+    found, selected = (architecture_of(each, 1) for each in (point, other))
+    assert (found.output_length, selected.output_length) == (512, 80)
+    assert multiply_adds(found)["head"] / multiply_adds(selected)["head"] == 512 / 80
+    gpt = msgspec.structs.replace(other, model=points.Model("GPT", decoder_layers=2, hidden=64, heads=4))
+    assert architecture_of(gpt, 1).predicted == 0
+
+
 def test_autocast_is_part_of_a_stated_software(tmp_path: Path):
     plain = throughput(tmp_path, software="huggingface", precision="fp16")
     assert throughput(tmp_path, software="huggingface", precision="fp16 autocast") < plain
@@ -144,7 +170,8 @@ def test_autocast_is_part_of_a_stated_software(tmp_path: Path):
         ("8x NVIDIA H20", "h20"), ("H200 141GB", "h200"), ("H800 SXM", "h800"), ("A800-80G", "a800"),
         ("GB200 NVL72", "gb200"), ("B200", "b200"), ("GB300", "gb300"), ("B300", "b300"), ("A10G", "a10g"),
         ("A10", "a10"), ("RTX 2080 Ti", "rtx2080ti"), ("RTX 2080", None), ("RTX 3090 Ti", None),
-        ("AMD MI250X", "mi250x"), ("MI250", None), ("RTX 5000", "rtx5000"), ("RTX 5000 Ada", "rtx5000-ada"),
+        ("AMD MI250X", "mi250x"), ("MI250", None), ("8x AMD Instinct MI300X", "mi300x"), ("MI325X", None),
+        ("RTX 5000", "rtx5000"), ("RTX 5000 Ada", "rtx5000-ada"),
     ],
 )  # fmt: skip
 def test_gpus_as_sources_call_them(text: str, name: str | None):

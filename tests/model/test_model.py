@@ -14,9 +14,10 @@ from native.data_parallel import TorchTrainer
 from native.model import T5, build
 from native.parallel import Axis, Mesh
 from t5bench.model import flops
+from t5bench.model.attained import BY_FAMILY, START
 from t5bench.model.job import Architecture, FullySharded, Job, Parallel, Zero, padded
 from t5bench.model.layout import decoder_stage, share
-from t5bench.model.machine import device_of, peak_tflops
+from t5bench.model.machine import DEVICES, device_of, peak_tflops
 from t5bench.model.memory import (
     MIB,
     activation_bytes,
@@ -29,6 +30,7 @@ from t5bench.model.memory import (
 )
 from t5bench.model.parameters import parameters, stage_of
 from t5bench.model.schedule import GPIPE, idle_share, order, steps
+from t5bench.model.time import CPU
 
 LARGE = Architecture(24, 24, 1024, 16, 64, 2816, 512, 128, 32128)
 ODD = Architecture(2, 4, 48, 8, 8, 80, 40, 56, 256)  # heads narrower than the hidden size, a decoder that is longer
@@ -314,9 +316,16 @@ def test_rates_of_a_device():
     h100, v100 = device_of("h100"), device_of("V100")
     assert (h100.peak("tf32"), h100.peak("fp8"), v100.peak("tf32")) == (494.7e12, 1978.8e12, None)
     assert device_of("NVIDIA H100 80GB HBM3") is h100
-    names = ("h20", "h800", "a800", "gb200", "gb300", "b300", "a10g", "RTX 2080 Ti", "mi250x", "RTX 5000")
+    names = ("h20", "h800", "a800", "gb200", "gb300", "b300", "a10g", "RTX 2080 Ti", "mi250x", "RTX 5000", "MI300X")
     found = [device_of(name) for name in names]
-    assert [each.memory // 2**30 for each in found] == [96, 80, 80, 186, 279, 270, 24, 11, 64, 16]
-    assert [each.nvlink / 1e9 for each in found] == [450, 200, 200, 900, 900, 900, 0, 0, 50, 0]
-    assert [each.hopper for each in found] == [True, True, *[False] * 8]
+    assert [each.memory // 2**30 for each in found] == [96, 80, 80, 186, 279, 270, 24, 11, 64, 16, 192]
+    assert [each.nvlink / 1e9 for each in found] == [450, 200, 200, 900, 900, 900, 0, 0, 50, 0, 448]
+    assert [each.hopper for each in found] == [True, True, *[False] * 9]
     assert [device_of(name).vector for name in ("b200", "b300", "gb200")] == [75.0, 75.0, 80.0]
+
+
+def test_every_gpu_has_what_its_family_attains():
+    assert {device.family for device in DEVICES.values()} | {CPU.family} == BY_FAMILY.keys()
+    sxm, pcie, b200 = DEVICES["a100"].attained, DEVICES["a100-pcie"].attained, DEVICES["b200"].attained
+    assert 1 > sxm.products > pcie.products > b200.products > 0.4
+    assert CPU.attained.start == 0 and all(device.attained.start == START for device in DEVICES.values())

@@ -121,3 +121,38 @@ def test_communication_is_hidden_behind_computing():
     # With 16-bit copies and several micro-batches its gradients are there only when backward has ended.
     assert time.iteration(replace(native, precision="bf16"), SLOW).hidden == 0
     assert time.iteration(replace(native, precision="bf16", global_batch=2), SLOW).hidden > 0
+
+
+def test_a_products_time_is_its_flops_at_what_the_gpu_attains_and_its_start():
+    """A layer of a GPT by hand, in 16 bits and fp8: four linear products, attention in one kernel, and their starts."""
+    model = Architecture(0, 1, 8192, 64, 128, 32768, 0, 8192, 128, family="gpt", head_bias=False)
+    job = Job(model, Parallel(), 1, 1, attention="flash")
+    for name, precision, peak in (("b200", "bf16", 2250e12), ("b200", "fp8", 4500e12), ("a100", "bf16", 312e12)):
+        device = DEVICES[name]
+        share = device.attained.fp8 if precision == "fp8" else device.attained.products
+        weights, core = flops.layer_multiply_adds(model, decoder=True)
+        attention = device.attained.products * device.peak("bf16")
+        products = 2 * weights / (share * peak) + 2 * core / attention + 5 * device.attained.start
+        passes = time.BLOCK_PASSES * 2 * 8192 + time.FFN_PASSES * 32768 + 2 * 3 * 8192
+        elements = 8192 * passes * 2 / (device.bandwidth * time.ELEMENTS)
+        seconds, _ = time._layer_seconds(replace(job, precision=precision), True, device)
+        assert seconds == pytest.approx(products + elements), (name, precision)
+
+
+def test_hugging_faces_modules_take_longer_than_fused_ones():
+    """By what T5LayerNorm, gelu_new and softmax add; most in 16 bits, where they convert to fp32 and back."""
+    gated = replace(LARGE, gated=True, norm="rms")
+    slower = {}
+    for precision in ("bf16", "fp32"):
+        fused = Job(gated, Parallel(), 16, 16, precision=precision, engine="megatron-core")
+        eager = replace(fused, engine="huggingface")
+        (one, _), (other, _) = (time._layer_seconds(job, False, DEVICES["a100"]) for job in (fused, eager))
+        slower[precision] = other / one
+    assert slower["bf16"] > 1.5 and 1 < slower["fp32"] < slower["bf16"]
+    plain = replace(LARGE, norm="rms")  # with a fused activation, and softmax in fp32
+    fused = Job(plain, Parallel(), 16, 16, engine="megatron-core")
+    more = 16 * 512 * (2 * 15 * 1024 + 5 * 16 * 512) * 2 / (DEVICES["a100"].bandwidth * time.ELEMENTS)
+    (one, _), (other, _) = (
+        time._layer_seconds(job, False, DEVICES["a100"]) for job in (fused, replace(fused, engine="huggingface"))
+    )
+    assert other - one == pytest.approx(more)
