@@ -24,8 +24,11 @@ from native.train import pad_vocabulary
 from t5bench.imports import import_transformers
 
 
-def build(args: Namespace) -> nn.Module:
-    """Hugging Face's model without weights of its own; embeddings are shared as in Megatron's T5."""
+def build(args: Namespace, attention: str = "eager") -> nn.Module:
+    """Hugging Face's model without weights of its own; embeddings are shared as in Megatron's T5.
+
+    attention: a name of Hugging Face's implementations.
+    """
     transformers = import_transformers()
     config = transformers.BlenderbotConfig(
         vocab_size=args.padded_vocab_size,
@@ -44,7 +47,7 @@ def build(args: Namespace) -> nn.Module:
         scale_embedding=False,
         use_cache=False,
         pad_token_id=args.pad_token,
-        attn_implementation="eager",
+        attn_implementation=attention,
     )
     model = transformers.BlenderbotForConditionalGeneration(config)
     model.model.decoder.embed_positions = model.model.encoder.embed_positions

@@ -39,8 +39,7 @@ def batch_of(args: argparse.Namespace) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def hugging_face_step(args: argparse.Namespace, batch: tuple[Tensor, Tensor, Tensor]) -> Callable[[], None]:
-    model = build(args)
-    model.config._attn_implementation = "sdpa"
+    model = build(args, "sdpa").train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
     encoder, decoder, labels = batch
     mask = (encoder != args.pad_token).long()
@@ -79,11 +78,9 @@ def main() -> None:
         trainer.step(batch, args.lr)
 
     pairs = [(processor_seconds(native), processor_seconds(hugging_face)) for _ in range(PAIRS + 1)][1:]
-    ratios = sorted(ours / theirs for ours, theirs in pairs)
-    print(f"native {statistics.median(ours for ours, _ in pairs):.3f} s, ", end="")
-    print(
-        f"Hugging Face {statistics.median(theirs for _, theirs in pairs):.3f} s of a processor an iteration, ", end=""
-    )
+    ratios = sorted(native_seconds / other for native_seconds, other in pairs)
+    ours, theirs = (statistics.median(seconds) for seconds in zip(*pairs, strict=True))
+    print(f"native {ours:.3f} s, Hugging Face {theirs:.3f} s of a processor an iteration,", end=" ")
     print(f"ratio {statistics.median(ratios):.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f})")
 
 

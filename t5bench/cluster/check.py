@@ -29,12 +29,12 @@ from t5bench import Problem
 from t5bench.cluster import health
 from t5bench.cluster.ask import CONNECT_SECONDS, Reply, execute, unreachable
 from t5bench.cluster.cell import Cell
-from t5bench.cluster.measured import Figures, Network
 from t5bench.cluster.probe import SECONDS, Question
 from t5bench.plan.launchers import ALONE, accepted, declarations
 from t5bench.plan.planner import plan
 from t5bench.plan.topology import REACHED_BY, double, is_this_host
 from t5bench.record.hosts import is_loopback, is_nobody, without_dot
+from t5bench.record.network import Figures, Network
 from t5bench.text import steer, visible
 
 # Seconds; everything ends within a minute.

@@ -139,7 +139,7 @@ _BLACKWELL = (
 # TFLOP/s, 47.9 in fp32 vectors, 128 GB, 3,277 GB/s). Between cards one link of Infinity Fabric, 50 GB/s (ROCm's page
 # of the MI250). It has no TF32, and the workspaces of the memory model are those of NVIDIA's libraries.
 _CDNA2 = (("mi250x", r"(AMD )?(Instinct )?MI250X", 191.5, 23.95, 64, 1638, 50),)
-# AMD's data sheet, still to be checked: dense 1,307.4 TFLOP/s, seven links of Infinity Fabric of 64 GB/s in each direction.
+# AMD's data sheet, still to be checked: dense 1,307.4 TFLOP/s, seven links of Infinity Fabric of 64 GB/s each way.
 _CDNA3 = (("mi300x", r"(AMD )?(Instinct )?MI300X", 1307.4, 163.4, 192, 5300, 448, 50),)
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from tabulate import tabulate
 
 from t5bench import Problem, note
-from t5bench.cluster.measured import read_network
 from t5bench.compare.comparable import gpu_names
 from t5bench.compare.rows import Row, make_row
 from t5bench.evidence import check, intervals, tutorials
@@ -26,6 +25,7 @@ from t5bench.plan.launchers import declarations, with_slurm_hosts
 from t5bench.plan.planner import plan
 from t5bench.predict import executed
 from t5bench.predict.ranks import at_least
+from t5bench.record.network import read_network
 from t5bench.record.plan import Plan
 from t5bench.record.records import load
 

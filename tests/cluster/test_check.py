@@ -19,10 +19,10 @@ from harness import REPO_ROOT, Project, wait_for
 
 from t5bench.cluster import check, probe
 from t5bench.cluster.check import Node
-from t5bench.cluster.measured import read_network
 from t5bench.cluster.probe import Cell
 from t5bench.plan import topology
 from t5bench.record import hosts
+from t5bench.record.network import read_network
 
 HERE = socket.gethostname()
 CHECK = ("bash", "scripts/check_cluster.sh")

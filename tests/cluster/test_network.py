@@ -18,10 +18,10 @@ import pytest
 from cluster_lab import SYSTEM_PATH, Cluster
 from harness import REPO_ROOT
 
-from t5bench.cluster.measured import Network
 from t5bench.compare.comparison import build
 from t5bench.model import traffic
 from t5bench.model.job import Job
+from t5bench.record.network import Network
 from t5bench.record.records import load
 
 RATES = os.environ.get("RATES", "100mbit").split(",")
