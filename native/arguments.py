@@ -13,7 +13,14 @@ from typing import Any, NoReturn
 
 from t5bench import Problem, note
 from t5bench.model.job import beyond_native
-from t5bench.model.schedule import INTERLEAVED, ONE_F_ONE_B, SCHEDULES, interleaving_fault
+from t5bench.model.schedule import (
+    GATHERED_AGAIN,
+    INTERLEAVED,
+    ONE_F_ONE_B,
+    SCHEDULES,
+    ZERO_BUBBLE,
+    interleaving_fault,
+)
 
 EXIT_CONFIGURATION = 2
 
@@ -188,6 +195,7 @@ def parse(argv: list[str] | None = None, family: str = "t5") -> argparse.Namespa
     args.micro_batches = args.global_batch_size // (args.micro_batch_size * args.dp)
     read_deepspeed_json(args)
     check_schedule(args)
+    check_zero_bubble(args)
     check_trace(args)
     zero_stage = args.deepspeed_json["zero_optimization"]["stage"] if args.deepspeed else 0
     check_compile(args, zero_stage)
@@ -249,6 +257,22 @@ def check_schedule(args: argparse.Namespace) -> None:
     fault = interleaving_fault(args.pp, args.micro_batches)
     if is_interleaved and fault:
         raise Problem(fault, "Change the batch sizes, or the schedule")
+
+
+def check_zero_bubble(args: argparse.Namespace) -> None:
+    """Raises Problem if the gradients of weights cannot be put off."""
+    if args.pipeline_schedule != ZERO_BUBBLE:
+        return
+    reasons = {
+        "sequence_parallel": GATHERED_AGAIN,
+        "compile": "a compiled layer computes all gradients in one pass",
+        "trace": "it watches autograd, which does not see most of the weights' gradients",
+    }
+    for name, reason in reasons.items():
+        if getattr(args, name):
+            flag = "--" + name.replace("_", "-")
+            found = f"--pipeline-schedule {ZERO_BUBBLE} does not work with {flag}: {reason}"
+            raise Problem(found, "Leave one of them out")
 
 
 def check_trace(args: argparse.Namespace) -> None:

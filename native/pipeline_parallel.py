@@ -14,6 +14,7 @@ from torch import Tensor
 from native.data import Batch
 from native.data_parallel import TorchTrainer, mean_loss
 from native.parallel import Axis, Mesh, Tied
+from native.zero_bubble import WeightGradients
 from t5bench.model.layout import rank_at
 from t5bench.model.schedule import order
 
@@ -23,7 +24,8 @@ class PipelineTrainer(TorchTrainer):
 
     A stage does the steps of t5bench.model.schedule.order(), from which the time of an iteration is predicted, too. A
     step waits for what it needs from a neighbour, never for what it sends. Under the interleaved schedule a stage has
-    several parts of the model, and what the last stage sends forward goes to the first.
+    several parts of the model, and what the last stage sends forward goes to the first. Under the zero-bubble schedule
+    it computes gradients of weights in steps of their own.
     """
 
     def __init__(self, args: Namespace, mesh: Mesh) -> None:
@@ -31,6 +33,7 @@ class PipelineTrainer(TorchTrainer):
         for embedding in self.model.tied:
             embedding.axis = holders_of(embedding, mesh)
         self.messages = Messages(args, mesh)
+        self.weight_gradients = WeightGradients(self.model, args, mesh)
 
     def begins(self, part: int) -> bool:
         """Whether the part is the model's first."""
@@ -52,10 +55,13 @@ class PipelineTrainer(TorchTrainer):
                 if self.ends(part):
                     total += output.detach()
                 del received, output
-            else:
+            elif way == "B":
                 received, output = waiting.pop((number, part))
+                self.weight_gradients.micro_batch = number
                 self.backward_step(received, output, part, is_last=number == count - 1)
                 del received, output
+            else:
+                self.weight_gradients.compute(number, is_last=number == count - 1)
         self.messages.finish()
         return total
 

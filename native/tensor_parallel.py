@@ -89,6 +89,11 @@ def sliced(*shape: int, dim: int, tp: Axis, blocks: int = 1) -> nn.Parameter:
     return parameter
 
 
+def linear(x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None = None) -> Tensor:
+    """x W^T + b in x's dtype."""
+    return F.linear(x, cast(weight, x.dtype), None if bias is None else cast(bias, x.dtype))
+
+
 class ColumnLinear(nn.Module):
     """y = x W^T + b with a slice of W's rows (output features) on each TP rank; the output stays sliced.
 
@@ -100,17 +105,17 @@ class ColumnLinear(nn.Module):
         super().__init__()
         self.tp = tp
         self.enters = enters
+        self.linear = linear  # unless zero_bubble.py puts its own here
         self.weight = sliced(outputs, inputs, dim=0, tp=tp, blocks=blocks)
         self.bias = sliced(outputs, dim=0, tp=tp, blocks=blocks)
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = cast(self.weight, x.dtype)
-        bias = cast(self.bias, x.dtype)
         if self.enters and self.tp.divides_sequence:
-            return gathered_linear(x, weight, bias, self.tp)
+            weight = cast(self.weight, x.dtype)
+            return gathered_linear(x, weight, cast(self.bias, x.dtype), self.tp)
         if self.enters:
             x = enter_tp(x, self.tp)
-        return F.linear(x, weight, bias)
+        return self.linear(x, self.weight, self.bias)
 
 
 class RowLinear(nn.Module):
@@ -119,15 +124,14 @@ class RowLinear(nn.Module):
     def __init__(self, inputs: int, outputs: int, tp: Axis) -> None:
         super().__init__()
         self.tp = tp
+        self.linear = linear  # unless zero_bubble.py puts its own here
         self.weight = sliced(outputs, inputs, dim=1, tp=tp)
         self.bias = nn.Parameter(torch.empty(outputs))
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = cast(self.weight, x.dtype)
-        bias = cast(self.bias, x.dtype)
         if self.tp.size == 1:
-            return F.linear(x, weight, bias)
-        return leave_tp(F.linear(x, weight), self.tp) + bias
+            return self.linear(x, self.weight, self.bias)
+        return leave_tp(self.linear(x, self.weight), self.tp) + cast(self.bias, x.dtype)
 
 
 class VocabEmbedding(nn.Module):

@@ -17,7 +17,7 @@ from t5bench.record.records import Run, load, load_settings
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 IMPORTED = "release"  # Megatron's name for a checkpoint of no iteration
-INTERLEAVED = "Only checkpoints of PIPELINE_SCHEDULE=1f1b and gpipe can be converted"
+INTERLEAVED = "Only checkpoints of PIPELINE_SCHEDULE=1f1b, gpipe and zero-bubble can be converted"
 NO_CHECKPOINT = "Train with SAVE_INTERVAL=100, for example"
 
 

@@ -18,15 +18,47 @@ def in_order_of_gradients(job: Job, stage: int) -> list[int]:
 
     That is the order of the forward pass, reversed; but the embeddings are used first and last, so they come last.
     Where gradients go through 16-bit copies at the end (casts_come_last), the positions come first, which have none.
+    Weights that a zero-bubble schedule puts off come after all others.
     """
     by_part = tensors(job.architecture, job.parallel, stage)
     head = by_part["head"][::-1]
     layers = [*reversed(by_part["decoder"]), *reversed(by_part["encoder"])]
+    put_off: list[int] = []
+    if job.parallel.puts_off_weights(stage):
+        put_off = weights_put_off(job, stage)
+        layers = vectors_of_layers(job, stage)
     if not casts_come_last(job):
-        return [*head, *layers, *by_part["embedding"]]
+        return [*head, *layers, *reversed(by_part["embedding"]), *put_off]
     words = by_part["embedding"][:1]
     positions = by_part["embedding"][1:]
-    return [*positions, *head, *words, *layers]
+    return [*positions, *head, *words, *layers, *put_off]
+
+
+def weights_put_off(job: Job, stage: int) -> list[int]:
+    """The weights of linear layers, whose gradients a zero-bubble schedule can put off, from the last layer on.
+
+    The head's is not among them.
+    """
+    return [size for size, is_weight in _of_layers(job, stage) if is_weight]
+
+
+def vectors_of_layers(job: Job, stage: int) -> list[int]:
+    """The other parameters of a stage's layers and the norms behind them, from the last on."""
+    return [size for size, is_weight in _of_layers(job, stage) if not is_weight]
+
+
+def _of_layers(job: Job, stage: int) -> list[tuple[int, bool]]:
+    """The parameters of a stage's layers from the last on, and whether each is a linear layer's weight."""
+    a = job.architecture
+    by_part = tensors(a, job.parallel, stage)
+    found: list[tuple[int, bool]] = []
+    for is_decoder in (False, True):
+        sizes = by_part["decoder" if is_decoder else "encoder"]
+        are_weights = [len(shape) == 2 for shape in layer_shapes(a, job.parallel.tensor, is_decoder)]
+        layers = len(sizes) // len(are_weights)
+        rest = len(sizes) - layers * len(are_weights)
+        found += list(zip(sizes, [*layers * are_weights, *rest * [False]], strict=True))
+    return found[::-1]
 
 
 def casts_come_last(job: Job) -> bool:

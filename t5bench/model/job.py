@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from t5bench.model.schedule import INTERLEAVED, ONE_F_ONE_B
+from t5bench.model.schedule import INTERLEAVED, ONE_F_ONE_B, puts_off_weights
 
 REDUCE_ONCE_RELEASE = "0.19.2"  # of DeepSpeed, from which on ZeRO-2 and 3 can reduce once an iteration
 BYTES = {"bf16": 2, "fp16": 2, "fp8": 2, "fp32": 4, "tf32": 4}
@@ -162,6 +162,10 @@ class Parallel:
 
     def chunks_of(self, stage: int) -> range:
         return range(stage, self.chunks, self.pipeline)
+
+    def puts_off_weights(self, stage: int) -> bool:
+        """Whether a stage computes the gradients of its layers' weights apart from the rest of the backward pass."""
+        return puts_off_weights(stage, self.schedule)
 
     @property
     def states_over(self) -> int:

@@ -139,20 +139,30 @@ def _moments(job: Job, stage: int, count: int, leftover: Mapping[str, float]) ->
         waiting["inputs of stages"] = leftover.get("inputs of stages", 0.0) if job.micro_batches > 1 else 0.0
     forward_passes = [step for step in _steps(job, stage) if step.way == "F"]
     backward_passes = [step for step in _steps(job, stage) if step.way == "B"]
+    put_off = [_put_off(job.apart, chunk) for chunk in chunks]
     ends = [_end_of_backward(job.apart, chunk, one["encoder"]) for chunk, one in zip(chunks, kept, strict=True)]
+    if job.parallel.puts_off_weights(stage):
+        in_work = put_off if job.recompute == "full" else in_work
+        ends = [end | own for end, own in zip(ends, put_off, strict=True)]
     moments = {
-        "loss": _largest(forward_passes, kept, loss) | waiting | forward,
-        "start of backward": _largest(backward_passes, kept, start) | waiting | backward,
-        "recomputed layer": _largest(backward_passes, kept, in_work) | waiting | backward | recomputed,
-        "embedding": _largest(backward_passes, kept, ends) | backward,
+        "loss": _largest(forward_passes, kept, loss, put_off) | waiting | forward,
+        "start of backward": _largest(backward_passes, kept, start, put_off) | waiting | backward,
+        "recomputed layer": _largest(backward_passes, kept, in_work, put_off) | waiting | backward | recomputed,
+        "embedding": _largest(backward_passes, kept, ends, put_off) | backward,
         "step": transient["step"] | leftover,
     }
+    if job.parallel.puts_off_weights(stage):
+        inside = [one | _inside_backward(job, chunk) for chunk, one in zip(chunks, in_work, strict=True)]
+        moments["layer's backward"] = _largest(backward_passes, kept, inside, put_off) | backward | recomputed
+        weights = [step for step in _steps(job, stage) if step.way == "W"]
+        gradient = [{"gradient of a weight": _largest_weight(job, stage)}]
+        moments["weights"] = _largest(weights, kept, gradient, put_off) | backward
     if job.reduces_once:  # the bucket is not there before the last backward pass has ended
         moments["reduction"] = transient["reduction"]
     if buckets.casts_come_last(job):
         later_passes = [step for step in backward_passes if not step.is_first]
-        ends = [_end_of_later_backward(job.apart, chunk) for chunk in chunks]
-        moments["copies"] = _largest(later_passes, kept, ends) | backward
+        ends = [_end_of_later_backward(job.apart, chunk) | own for chunk, own in zip(chunks, put_off, strict=True)]
+        moments["copies"] = _largest(later_passes, kept, ends, put_off) | backward
     return moments
 
 
@@ -162,25 +172,36 @@ def _steps(job: Job, stage: int) -> tuple[Step, ...]:
 
 
 def _largest(
-    during: Iterable[Step], waiting: Sequence[Mapping[str, float]], in_work: Sequence[Mapping[str, float]]
+    during: Iterable[Step],
+    waiting: Sequence[Mapping[str, float]],
+    in_work: Sequence[Mapping[str, float]],
+    put_off: Sequence[Mapping[str, float]],
 ) -> dict[str, float]:
     """What a stage keeps in the one of the steps in which that is most, by component.
 
     waiting: by chunk, what it keeps of a micro-batch between its forward and its backward pass. in_work: of the
-    micro-batch of the step instead.
+    micro-batch of the step instead. put_off: of one whose gradients of weights are still to be computed, that of a
+    step that does so included.
     """
     sizes = [sum(one.values()) for one in waiting]
-    instead = [sum(own.values()) - size for own, size in zip(in_work, sizes, strict=True)]
+    put_off_sizes = [sum(one.values()) for one in put_off]
+    own_sizes = [sum(one.values()) for one in in_work]
 
     def size_in(step: Step) -> float:
-        return sum(count * size for count, size in zip(step.kept, sizes, strict=True)) + instead[step.chunk]
+        own = own_sizes[step.chunk]
+        if step.way != "W":
+            own -= sizes[step.chunk]
+        kept = sum(count * size for count, size in zip(step.kept, sizes, strict=True))
+        return own + kept + sum(count * size for count, size in zip(step.put_off, put_off_sizes, strict=True))
 
     fullest = max(during, key=size_in)
     found = dict(in_work[fullest.chunk])
     for chunk, one in enumerate(waiting):
-        others = fullest.kept[chunk] - (1 if chunk == fullest.chunk else 0)
+        others = fullest.kept[chunk] - (1 if chunk == fullest.chunk and fullest.way != "W" else 0)
         for name, size in one.items():
             found[name] = found.get(name, 0.0) + others * size
+        for name, size in put_off[chunk].items():
+            found[name] = found.get(name, 0.0) + fullest.put_off[chunk] * size
     return found
 
 
@@ -194,6 +215,8 @@ def _start_of_backward(job: Job, chunk: int) -> dict[str, float]:
     if job.engine != "native" or part.head:
         return {}
     weight = a.hidden * (job.element + (4 if job.casts_weights else 0))
+    if job.parallel.puts_off_weights(chunk):
+        weight = 0
     gelu_input = job.tokens(part.decoder_layers > 0) * job.element
     first = max(weight, gelu_input) * a.ffn / job.parallel.tensor
     return {"messages": _messages(job, chunk)[1], "first gradients": first}
@@ -203,7 +226,10 @@ def _end_of_backward(job: Job, chunk: int, encoder: float) -> dict[str, float]:
     """What a chunk has of a micro-batch while the words get their gradient. encoder: bytes of its activations."""
     a = job.architecture
     part = stage_of(a, job.parallel, chunk)
-    found = {"messages": 2 * sum(_messages(job, chunk))}
+    received, sent = _messages(job, chunk)
+    found = {"messages": 2 * (received + sent)}
+    if job.parallel.puts_off_weights(chunk) and _reads_what_it_received(job, part):
+        found["messages"] -= received  # it is part of what is put off
     if not part.embedding:
         return found
     if part.head and a.tied:
@@ -222,13 +248,86 @@ def _end_of_later_backward(job: Job, chunk: int) -> dict[str, float]:
     part = stage_of(a, job.parallel, chunk)
     by_part = tensors(a, job.parallel, chunk)
     gradients = _copies(job, chunk)
+    layers = [*by_part["encoder"], *by_part["decoder"]]
+    if job.parallel.puts_off_weights(chunk):
+        gradients -= job.element * sum(buckets.weights_put_off(job, chunk))
+        layers = buckets.vectors_of_layers(job, chunk)
     if part.embedding and part.head and a.tied and not part.encoder_layers:
         # The head's of the words is fp32 by now. With an encoder it waits until both embeddings' are added up.
         gradients -= job.element * by_part["embedding"][0]
-    largest = max(max(sizes, default=0) for sizes in (by_part["encoder"], by_part["decoder"], by_part["head"]))
+    largest = max([*layers, *by_part["head"]])
     found = _end_of_backward(job, chunk, encoder=0.0)
     found["gradients of words"] = max(found.get("gradients of words", 0.0), 4 * largest)
     return found | {"16-bit gradients": gradients}
+
+
+def _put_off(job: Job, chunk: int) -> dict[str, float]:
+    """What a zero-bubble schedule keeps of a micro-batch after its backward pass: inputs of linear layers and the
+    gradients of their outputs, from which the gradients of their weights are computed. Nothing under other schedules.
+    """
+    a = job.architecture
+    if not job.parallel.puts_off_weights(chunk):
+        return {}
+    part = stage_of(a, job.parallel, chunk)
+    size = 0.0
+    for is_decoder, layers in ((False, part.encoder_layers), (True, part.decoder_layers)):
+        if layers:
+            size += layers * _inputs_and_gradients(job, is_decoder)
+    if a.cross_attention and part.decoder_layers:  # the encoder's output, which all layers read
+        tokens = job.tokens(False)
+        if _reads_what_it_received(job, part) and not part.embedding:
+            tokens += job.tokens(True)
+        size += tokens * a.hidden * job.element
+    return {"put off": size}
+
+
+def _reads_what_it_received(job: Job, part: Stage) -> bool:
+    """Whether a stage's cross-attention reads the tensor that it has received, not a copy of the part behind the
+    decoder's hidden states."""
+    return job.architecture.cross_attention and part.decoder_layers > 0 and (part.embedding or job.micro_batch == 1)
+
+
+def _inputs_and_gradients(job: Job, decoder: bool) -> float:
+    """The inputs of a layer's linear layers and the gradients of their outputs, without the encoder's output."""
+    a = job.architecture
+    tokens = job.tokens(decoder)
+    whole = 0
+    divided = 0
+    for length, _ in job.attentions(decoder):
+        whole += 2 * tokens * a.hidden  # the query's input, the output's gradient
+        divided += 2 * tokens * a.query  # context, the query's gradient
+        divided += 2 * job.micro_batch * length * a.key
+    whole += 2 * tokens * a.hidden
+    divided += 2 * tokens * a.ffn
+    return job.element * (whole + divided / job.parallel.tensor)
+
+
+def _inside_backward(job: Job, chunk: int) -> dict[str, float]:
+    """What the backward pass of a layer needs besides activations, where these stay because weights are put off.
+
+    In the feed-forward block: the gradients of its output, of GELU's output and of GELU's input. In attention: the
+    gradients of the residual stream and of the block's output, of context, query, key and value.
+    """
+    a = job.architecture
+    part = stage_of(a, job.parallel, chunk)
+    t = job.parallel.tensor
+    largest = 0.0
+    for is_decoder, layers in ((False, part.encoder_layers), (True, part.decoder_layers)):
+        if not layers:
+            continue
+        tokens = job.tokens(is_decoder)
+        largest = max(largest, tokens * a.hidden + 2 * tokens * a.ffn / t)
+        for length, _ in job.attentions(is_decoder):
+            keys = job.micro_batch * length
+            largest = max(largest, 2 * tokens * a.hidden + (2 * tokens * a.query + 2 * keys * a.key) / t)
+    received = 0.0 if part.head else _messages(job, chunk)[1]
+    return {"messages": received, "gradients of a layer": job.element * largest}
+
+
+def _largest_weight(job: Job, stage: int) -> float:
+    """Bytes of the largest gradient that a zero-bubble schedule puts off: in 16 bits it becomes fp32."""
+    width = job.element + (4 if job.casts_weights else 0)
+    return float(width * max(buckets.weights_put_off(job, stage)))
 
 
 def _copies(job: Job, chunk: int) -> float:
@@ -556,7 +655,7 @@ def _mlp(job: Job, tokens: int) -> float:
 def in_flight(job: Job, stage: int) -> int:
     """The largest number of chunks of layers between their forward and their backward pass, on a stage.
 
-    1F1B keeps as many as there are stages from here to the end; GPipe keeps all.
+    1F1B keeps as many as there are stages from here to the end, and so does zero-bubble; GPipe keeps all.
 
     Interleaved (https://arxiv.org/abs/2104.04473, section 2.2): Megatron-LM core/pipeline_parallel/schedules.py:839.
     """
@@ -573,7 +672,8 @@ def activation_bytes(job: Job, stage: int = 0) -> dict[str, float]:
     """What a stage keeps of all micro-batches in flight, by component, after a forward pass and before the loss."""
     kept = [_of_a_micro_batch(job.apart, chunk) for chunk in job.parallel.chunks_of(stage)]
     in_work = [one | {"logits that wait": 0.0} for one in kept]
-    found = _largest([step for step in _steps(job, stage) if step.way == "F"], kept, in_work)
+    put_off = [_put_off(job.apart, chunk) for chunk in job.parallel.chunks_of(stage)]
+    found = _largest([step for step in _steps(job, stage) if step.way == "F"], kept, in_work, put_off)
     if job.recompute != "none":
         found["recomputed layer"] = _recomputed_layer(job, stage)
     return found

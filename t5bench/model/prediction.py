@@ -72,7 +72,8 @@ class Prediction:
         forward = [before.seconds for before, _ in passes]
         backward = [after.seconds for _, after in passes]
         m = self.job.micro_batches
-        return schedule.idle_share(forward, backward, m, parallel.virtual_stages, parallel.schedule)
+        weights = time.weight_seconds(self.job, self.machine.device)
+        return schedule.idle_share(forward, backward, m, parallel.virtual_stages, parallel.schedule, weights)
 
     @property
     def seconds_interval(self) -> tuple[float, float] | None:

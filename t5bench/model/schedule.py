@@ -2,7 +2,8 @@
 
 1F1B (one forward, one backward) and its interleaved form, in which a GPU has several chunks of the model and
 micro-batches go round the GPUs once per chunk: Narayanan et al. (https://arxiv.org/abs/2104.04473, section 2.2). GPipe,
-all forwards before all backwards: Huang et al. (https://arxiv.org/abs/1811.06965, section 2.3).
+all forwards before all backwards: Huang et al. (https://arxiv.org/abs/1811.06965, section 2.3). Zero-bubble is ZB-H1,
+1F1B with backward passes in two steps: Qi et al. (https://arxiv.org/abs/2401.10241, section 2.1).
 """
 
 from collections import deque
@@ -18,7 +19,7 @@ class Slot:
 
     stage: int
     way: str
-    """ "F" or "B"."""
+    """ "F", "B" or "W", see order()."""
     micro_batch: int
     chunk: int
     """The stage's model chunk."""
@@ -29,7 +30,11 @@ class Slot:
 ONE_F_ONE_B = "1f1b"
 GPIPE = "gpipe"
 INTERLEAVED = "interleaved"  # 1F1B with several chunks
-SCHEDULES = (ONE_F_ONE_B, GPIPE, INTERLEAVED)
+ZERO_BUBBLE = "zero-bubble"  # ZB-H1
+SCHEDULES = (ONE_F_ONE_B, GPIPE, INTERLEAVED, ZERO_BUBBLE)
+
+# Why the native engine has no zero-bubble schedule with sequence parallelism.
+GATHERED_AGAIN = "a block's input would have to be gathered once more for its weight's gradient"
 
 
 def interleaving_fault(stages: int, micro_batches: int) -> str:
@@ -39,10 +44,25 @@ def interleaving_fault(stages: int, micro_batches: int) -> str:
     return f"the interleaved schedule takes a multiple of {stages} micro-batches, found {micro_batches}"
 
 
+def puts_off_weights(stage: int, kind: str) -> bool:
+    """Whether a stage computes the gradients of its layers' weights apart from the rest of the backward pass.
+
+    The first stage of a zero-bubble schedule need not, because it would do so right behind it.
+    """
+    return kind == ZERO_BUBBLE and stage > 0
+
+
 def order(
     stage: int, stages: int, micro_batches: int, chunks: int = 1, kind: str = ONE_F_ONE_B
 ) -> list[tuple[str, int, int]]:
-    """What a stage does, in order: (way, micro-batch, chunk). kind: one of SCHEDULES; chunks decide on interleaving."""
+    """What a stage does, in order: (way, micro-batch, chunk). kind: one of SCHEDULES; chunks decide on interleaving.
+
+    Ways: "F" is a forward pass and "B" a backward pass. Under the zero-bubble schedule "B" leaves out the gradients of
+    weights, for which no other stage waits, and "W" computes them. The paper's rule (its figure 3): a stage puts off
+    "W" by as many micro-batches as there are stages before it. These are the ones that it has fewer in flight than the
+    first stage; so every stage keeps as many micro-batches until their "W" as the first stage under 1F1B. In the end,
+    the stage does the rest while 1F1B would wait.
+    """
     fault = interleaving_fault(stages, micro_batches)
     if chunks > 1 and fault:
         raise ValueError(fault)
@@ -54,14 +74,19 @@ def order(
     def step(way: str, k: int) -> tuple[str, int, int]:
         rounds, place = divmod(k, stages * chunks)
         chunk = place // stages
-        if way == "B":
+        if way != "F":
             chunk = chunks - 1 - chunk
         return way, rounds * stages + place % stages, chunk
 
     steps = [step("F", k) for k in range(ahead)]
-    for k in range(total - ahead):
-        steps += [step("F", ahead + k), step("B", k)]
-    steps += [step("B", k) for k in range(total - ahead, total)]
+    for k in range(total):
+        if ahead + k < total:
+            steps.append(step("F", ahead + k))
+        steps.append(step("B", k))
+        if kind == ZERO_BUBBLE and k >= stage:
+            steps.append(step("W", k - stage))
+    if kind == ZERO_BUBBLE:
+        steps += [step("W", k) for k in range(max(0, total - stage), total)]
     return steps
 
 
@@ -69,13 +94,15 @@ class Step(NamedTuple):
     """A step of a stage, and what the stage keeps meanwhile."""
 
     way: str
-    """ "F" or "B"."""
+    """ "F", "B" or "W", see order()."""
     chunk: int
     """The stage's model chunk."""
     is_first: bool
     """Whether the micro-batch is an iteration's first."""
     kept: tuple[int, ...]
-    """For each chunk, the micro-batches of which it keeps the activations, the step's own included."""
+    """For each chunk, the micro-batches of which it keeps the activations, the own one of "F" and "B" included."""
+    put_off: tuple[int, ...]
+    """For each chunk, the micro-batches whose gradients of weights are still to be computed, that of "W" included."""
 
 
 @lru_cache(maxsize=65536)
@@ -86,13 +113,18 @@ def steps(stage: int, stages: int, micro_batches: int, chunks: int = 1, kind: st
     if kind != GPIPE:
         micro_batches = min(micro_batches, 3 * stages)  # later ones repeat their steps
     kept = [0] * chunks
+    put_off = [0] * chunks
     found: dict[Step, bool] = {}
     for way, micro_batch, chunk in order(stage, stages, micro_batches, chunks, kind):
         if way == "F":
             kept[chunk] += 1
-        found[Step(way, chunk, micro_batch == 0, tuple(kept))] = True
+        found[Step(way, chunk, micro_batch == 0, tuple(kept), tuple(put_off))] = True
         if way == "B":
             kept[chunk] -= 1
+            if kind == ZERO_BUBBLE:
+                put_off[chunk] += 1
+        if way == "W":
+            put_off[chunk] -= 1
     return tuple(found)
 
 
@@ -103,11 +135,13 @@ def one_f_one_b(
     transfer: float = 0.0,
     chunks: int = 1,
     kind: str = ONE_F_ONE_B,
+    weights: Sequence[float] = (),
 ) -> list[Slot]:
     """The slots of an iteration, in the order in which they start.
 
     forward, backward: seconds of a micro-batch on each stage, all of its chunks together. transfer: seconds from one
-    stage to the next, in which neither of them waits.
+    stage to the next, in which neither of them waits. weights: the part of `backward` that computes gradients of
+    weights, which the zero-bubble schedule needs.
     """
     stages = len(forward)
     last = stages * chunks - 1
@@ -120,6 +154,12 @@ def one_f_one_b(
         stage = ready.pop()
         while queues[stage]:
             way, micro_batch, chunk = queues[stage][0]
+            if way == "W":  # after its own "B", and nobody waits for it
+                start = free[stage]
+                free[stage] = start + weights[stage] / chunks
+                slots.append(Slot(stage, way, micro_batch, chunk, start, free[stage]))
+                queues[stage].popleft()
+                continue
             place = chunk * stages + stage  # the chunk's place among all chunks of the model
             step = place if way == "F" else 2 * last + 1 - place  # on the micro-batch's way through them and back
             if step and (micro_batch, step - 1) not in ends:
@@ -130,6 +170,8 @@ def one_f_one_b(
                 arrives = ends[micro_batch, step - 1] + (0.0 if turns_back else transfer)
             start = max(free[stage], arrives)
             seconds = forward[stage] if way == "F" else backward[stage]
+            if way == "B" and kind == ZERO_BUBBLE:
+                seconds -= weights[stage]
             free[stage] = start + seconds / chunks
             ends[micro_batch, step] = free[stage]
             slots.append(Slot(stage, way, micro_batch, chunk, start, free[stage]))
@@ -145,6 +187,7 @@ def duration(
     transfer: float = 0.0,
     chunks: int = 1,
     kind: str = ONE_F_ONE_B,
+    weights: Sequence[float] = (),
 ) -> float:
     """Seconds from the first forward to the last backward; long schedules are extrapolated from their steady state."""
     stages = len(forward)
@@ -154,7 +197,7 @@ def duration(
     more = few + stages
 
     def end(simulated: int) -> float:
-        return max(slot.end for slot in one_f_one_b(forward, backward, simulated, transfer, chunks, kind))
+        return max(slot.end for slot in one_f_one_b(forward, backward, simulated, transfer, chunks, kind, weights))
 
     if micro_batches <= more:
         return end(micro_batches)
@@ -164,19 +207,29 @@ def duration(
 
 
 def idle_share(
-    forward: Sequence[float], backward: Sequence[float], micro_batches: int, chunks: int = 1, kind: str = ONE_F_ONE_B
+    forward: Sequence[float],
+    backward: Sequence[float],
+    micro_batches: int,
+    chunks: int = 1,
+    kind: str = ONE_F_ONE_B,
+    weights: Sequence[float] = (),
 ) -> float:
     """The bubble: the share of all stages' time, from the first forward to the last backward, in which they wait.
 
-    Of equal stages it is (p - 1) / (v m + p - 1), p stages with v chunks each and m micro-batches (section 2.2).
+    Of equal stages it is (p - 1) / (v m + p - 1), p stages with v chunks each and m micro-batches (section 2.2). The
+    zero-bubble schedule's stages wait for (p - 1) (F + B - W) instead of (p - 1) (F + B + W), F, B and W being the
+    seconds of a step (Qi et al., section 2.3).
     """
-    whole = duration(forward, backward, micro_batches, chunks=chunks, kind=kind)
+    whole = duration(forward, backward, micro_batches, chunks=chunks, kind=kind, weights=weights)
     working = micro_batches * (sum(forward) + sum(backward))
     return 1 - working / (len(forward) * whole)
 
 
 def draw(slots: Sequence[Slot], width: int = 100) -> str:
-    """The schedule as text, a line for each stage: digits are forwards, letters backwards, dots waiting."""
+    """The schedule as text, a line for each stage: digits are forwards, letters backwards, dots waiting.
+
+    Where gradients of weights are a step of their own, it has the capital letter.
+    """
     end = max(slot.end for slot in slots)
     lines = [["."] * width for _ in range(1 + max(slot.stage for slot in slots))]
     for slot in slots:
@@ -184,7 +237,9 @@ def draw(slots: Sequence[Slot], width: int = 100) -> str:
         stop = round(slot.end / end * width)
         if slot.way == "F":
             mark = str(slot.micro_batch % 10)
-        else:
+        elif slot.way == "B":
             mark = chr(ord("a") + slot.micro_batch % 26)
+        else:
+            mark = chr(ord("A") + slot.micro_batch % 26)
         lines[slot.stage][begin:stop] = mark * (stop - begin)
     return "\n".join(f"stage {stage:<3} {''.join(line)}" for stage, line in enumerate(lines))

@@ -8,14 +8,15 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from math import prod
 from typing import NamedTuple
 
 from t5bench.model import schedule
 from t5bench.model.flops import layer_multiply_adds, multiply_adds
 from t5bench.model.job import Job, Zero
 from t5bench.model.machine import Device, Link, Machine
-from t5bench.model.parameters import Stage, parameters, stage_of
-from t5bench.model.traffic import Row, paths, ring_bytes, rows, steps
+from t5bench.model.parameters import Stage, layer_shapes, parameters, stage_of
+from t5bench.model.traffic import LAST_WEIGHTS, Row, paths, ring_bytes, rows, steps
 
 # The shares that element-wise operations reach of a memory's bandwidth, and collectives of a link's data rate: round
 # figures from published benchmarks, not fitted. attained.py has what matrix products reach of a GPU's peak.
@@ -32,6 +33,8 @@ ENCODER_OPERATORS = 74
 DECODER_OPERATORS = 125
 OTHER_OPERATORS = 60
 NORM_OPERATORS = 3  # a further norm's forward and backward, and its gradient's accumulation
+# For the gradient of one linear layer's weight where a zero-bubble schedule computes it later, counted likewise.
+WEIGHT_OPERATORS = 5
 # Passes of element-wise operations over a layer's tensors in forward, read and written; backward has twice as many.
 # Norms, biases, dropout, residuals: of [tokens, hidden] in each block; of [tokens, ffn]; of attention's scores.
 BLOCK_PASSES = 10
@@ -46,6 +49,7 @@ EAGER_RMS_NORM = {2: 15, 4: 5}
 EAGER_GELU = 16
 EAGER_SCORES = {2: 15, 4: 6}
 EAGER_OPERATORS = {"huggingface": (139, 211), "autocast": (159, 239)}
+ADDING_PASSES = 3  # over a gradient that is added to those of earlier micro-batches
 LAUNCH = 10e-6  # seconds of an eager operator on the host, on any machine (measured, docs/prediction.md)
 # Adam reads and writes fp32 master, two moments and gradient, and writes the 16-bit copy; norm and clipping read and
 # write the gradient once more.
@@ -214,17 +218,48 @@ def stage_seconds(job: Job, device: Device, stage: int, slower: float = 1.0) -> 
     operators_again = {"none": 0.0, "selective": layer_operators / 18, "full": layer_operators / 3}[job.recompute]
     operators = layer_operators + _other_operators(job, part)
 
-    def both(gpu: float, operators: float) -> Pass:
-        """A GPU computes while the host launches; on a CPU the two alternate."""
-        gpu *= slower
-        host = operators * LAUNCH * slower
-        return Pass(gpu, gpu + host if device.name == CPU.name else max(gpu, host))
-
     # A micro-batch's gradients are added to the earlier ones.
-    adding = parameters(a, job.parallel, stage) * 3 * rates.element
+    adding = parameters(a, job.parallel, stage) * ADDING_PASSES * rates.element
     forward = layers_seconds + head_seconds
     backward = 2 * forward + recomputed + adding
-    return both(forward, operators / 3), both(backward, operators * 2 / 3 + operators_again)
+    return (
+        _pass(forward, operators / 3, device, slower),
+        _pass(backward, operators * 2 / 3 + operators_again, device, slower),
+    )
+
+
+def _pass(gpu: float, operators: float, device: Device, slower: float) -> Pass:
+    """A GPU computes while the host launches; on a CPU the two alternate. gpu: seconds by the device's figures."""
+    gpu *= slower
+    host = operators * LAUNCH * slower
+    return Pass(gpu, gpu + host if device.name == CPU.name else max(gpu, host))
+
+
+def weight_seconds(job: Job, device: Device, slower: float = 1.0) -> list[float]:
+    """For each stage, the part of a micro-batch's backward pass that a zero-bubble schedule puts off; none under
+    others."""
+    if job.parallel.schedule != schedule.ZERO_BUBBLE:
+        return []
+    return [_weight_seconds(job, device, stage, slower) for stage in range(job.parallel.pipeline)]
+
+
+def _weight_seconds(job: Job, device: Device, stage: int, slower: float) -> float:
+    """The gradients of the weights of a stage's layers: matrix products that take as long as the forward pass's."""
+    a = job.architecture
+    part = stage_of(a, job.parallel, stage)
+    rates = _rates(job, device)
+    t = job.parallel.tensor
+    gpu = 0.0
+    operators = 0
+    for is_decoder, layers in ((False, part.encoder_layers), (True, part.decoder_layers)):
+        if layers:
+            weights, _ = layer_multiply_adds(a, is_decoder)
+            shapes = [shape for shape in layer_shapes(a, t, is_decoder) if len(shape) == 2]
+            adding = sum(prod(shape) for shape in shapes) * ADDING_PASSES * rates.element
+            starting = len(shapes) * device.attained.start
+            gpu += layers * (2 * job.micro_batch * weights / t / rates.linear + starting + adding)
+            operators += layers * len(shapes) * WEIGHT_OPERATORS
+    return _pass(gpu, operators, device, slower).seconds
 
 
 def _head_seconds(job: Job, rates: Rates) -> float:
@@ -281,11 +316,12 @@ def iteration(job: Job, machine: Machine, backend: str = "nccl", slower: float =
     m = job.micro_batches
     stages = range(job.parallel.pipeline)
     passes = [stage_seconds(job, machine.device, stage, slower) for stage in stages]
-    waits = _waits(job, machine, backend, passes)
+    waits = _waits(job, machine, backend, passes, slower)
     forward = [seconds.seconds + waits.forward[stage] for stage, (seconds, _) in enumerate(passes)]
     backward = [seconds.seconds + waits.backward[stage] for stage, (_, seconds) in enumerate(passes)]
     parallel = job.parallel
-    whole = schedule.duration(forward, backward, m, waits.transfer, parallel.virtual_stages, parallel.schedule)
+    weights = weight_seconds(job, machine.device, slower)
+    whole = schedule.duration(forward, backward, m, waits.transfer, parallel.virtual_stages, parallel.schedule, weights)
     busiest = max(stages, key=lambda stage: forward[stage] + backward[stage])
     computing = m * sum(way.gpu for way in passes[busiest])
     waiting = m * (waits.forward[busiest] + waits.backward[busiest])
@@ -316,7 +352,7 @@ class Waits:
     """From one stage to the next."""
 
 
-def _waits(job: Job, machine: Machine, backend: str, passes: Sequence[tuple[Pass, Pass]]) -> Waits:
+def _waits(job: Job, machine: Machine, backend: str, passes: Sequence[tuple[Pass, Pass]], slower: float) -> Waits:
     m = job.micro_batches
     stages = len(passes)
     waits = Waits(forward=[0.0] * stages, backward=[0.0] * stages, once=[0.0] * stages, hidden=[0.0] * stages)
@@ -345,6 +381,8 @@ def _waits(job: Job, machine: Machine, backend: str, passes: Sequence[tuple[Pass
     for (stage, overlap), seconds in overlapped.items():
         forward, backward = passes[stage]
         computing = forward.seconds if overlap == "each forward" else backward.seconds
+        if overlap == LAST_WEIGHTS:
+            computing = _weight_seconds(job, machine.device, stage, slower)
         if overlap.startswith("each"):
             computing *= m
         beside = min(seconds, computing)

@@ -24,6 +24,7 @@ MESSAGE = 350
 HEADERS = 0.001
 GLOO_SEGMENT = 2**20
 MOST_RANKS = 100_000
+LAST_WEIGHTS = "last gradients of weights"  # of a zero-bubble schedule, see schedule.order()
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,8 @@ def _data_parallel(job: Job, stage: int) -> Iterator[Row]:
 def _ddp(job: Job, stage: int) -> Iterator[Row]:
     """PyTorch's DistributedDataParallel."""
     overlap = "" if buckets.casts_come_last(job) else "last backward"
+    if job.parallel.puts_off_weights(stage):
+        overlap = LAST_WEIGHTS
     when = overlap or "after backward"
     for size, count in Counter(buckets.ddp_buckets(job, stage)).items():
         yield Row("gradients", "data", "all-reduce", count, size, when, overlap)

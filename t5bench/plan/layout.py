@@ -3,7 +3,7 @@
 from t5bench import Problem
 from t5bench.model.job import Architecture, beyond_native
 from t5bench.model.layout import Layout, balanced_split
-from t5bench.model.schedule import INTERLEAVED, ONE_F_ONE_B, interleaving_fault
+from t5bench.model.schedule import GATHERED_AGAIN, INTERLEAVED, ONE_F_ONE_B, ZERO_BUBBLE, interleaving_fault
 from t5bench.plan.draft import Draft
 from t5bench.plan.families import family_of
 from t5bench.record.gpus import GpuInventory, visible_gpus
@@ -114,6 +114,9 @@ def _check_schedule(draft: Draft, layout: Layout) -> None:
     fault = interleaving_fault(layout.pp, layout.micro_batches)
     if schedule == INTERLEAVED and fault:
         draft.refuse("pipeline-schedule", fault, "Change GLOBAL_BATCH_SIZE or MICRO_BATCH_SIZE, or PIPELINE_SCHEDULE")
+    if schedule == ZERO_BUBBLE and layout.tp > 1 and draft.is_on("SEQUENCE_PARALLEL"):
+        found = f"PIPELINE_SCHEDULE={schedule} does not go with SEQUENCE_PARALLEL=1: {GATHERED_AGAIN}"
+        draft.refuse("pipeline-schedule", found, "Set PIPELINE_SCHEDULE=1f1b, or unset SEQUENCE_PARALLEL")
 
 
 def _beyond_megatron(draft: Draft, layout: Layout, schedule: str) -> str:
@@ -190,11 +193,15 @@ def _check_native(draft: Draft, layout: Layout, zero_stage: int) -> None:
         found = f"FSDP_SHARD_SIZE={shards} does not divide the data-parallel size {layout.dp}"
         draft.refuse("shard-size", found, "Set FSDP_SHARD_SIZE to a divisor, or to 0 for all")
     if draft.extra:
-        from native.arguments import check_compile, make_parser
+        from native.arguments import check_compile, check_zero_bubble, make_parser
 
         try:
             parser = make_parser(draft.value("MODEL_FAMILY"), is_complete=False)
-            check_compile(parser.parse_args([*draft.strategy.flags, *draft.extra]), zero_stage)
+            given = parser.parse_args([*draft.strategy.flags, *draft.extra])
+            check_compile(given, zero_stage)
+            if layout.pp > 1:
+                given.pipeline_schedule = draft.value("PIPELINE_SCHEDULE")
+            check_zero_bubble(given)
         except Problem as problem:
             draft.refuse("engine-argument", f"after --: {problem}", problem.remedy)
 

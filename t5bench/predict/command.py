@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--intervals", action="store_true", help=widths)
     parser.add_argument("--published", action="store_true", help="print docs/published.md: two tutorials' figures")
     parser.add_argument(
-        "--schedule", action="store_true", help="draw the pipeline schedule, and compare its cost with GPipe's"
+        "--schedule", action="store_true", help="draw the pipeline schedule, and compare its cost with the others'"
     )
     execute = (
         "execute the native engine's step without arithmetic, and compare its collectives and memory with the model"
@@ -144,6 +144,7 @@ def show_schedule(prediction: Prediction) -> None:
         job.micro_batches,
         chunks=job.parallel.virtual_stages,
         kind=job.parallel.schedule,
+        weights=time.weight_seconds(job, prediction.machine.device),
     )
     drawing = schedule.draw(slots)
     print(f"\n{prediction.name}\n{drawing}\n")
@@ -151,10 +152,16 @@ def show_schedule(prediction: Prediction) -> None:
 
 
 def schedules_beside(prediction: Prediction) -> list[dict[str, str | float]]:
-    """What the job's own schedule, 1F1B and GPipe differ in, a row each: idle time, and what stages keep meanwhile."""
+    """What the job's own schedule and others differ in, a row each: idle time, and what stages keep meanwhile.
+
+    The others: 1F1B, GPipe and, in the native engine, zero-bubble.
+    """
     chosen = prediction.job.parallel
     rows: list[dict[str, str | float]] = []
-    for kind in dict.fromkeys((chosen.schedule, schedule.ONE_F_ONE_B, schedule.GPIPE)):
+    others = [schedule.ONE_F_ONE_B, schedule.GPIPE]
+    if prediction.job.engine == "native" and not chosen.sequence_parallel:
+        others.append(schedule.ZERO_BUBBLE)
+    for kind in dict.fromkeys((chosen.schedule, *others)):
         sizes: dict[str, int | None] = {}
         if kind != chosen.schedule and chosen.virtual_stages > 1:
             sizes = {"virtual_stages": 1, "split_rank": None}  # the decoder's first part is counted in chunks

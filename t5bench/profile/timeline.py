@@ -25,8 +25,14 @@ _EVENTS = (profile.LOGGING, profile.SAVING, profile.EVALUATING)
 _UNDER_SENDING = tuple(_CODE[part] for part in PARTS if part not in _EVENTS)
 _WHILE_IDLE = (profile.STEP, profile.DATA, *_EVENTS, profile.WAITING, profile.BUBBLE)
 _BACKWARD_NODE = "autograd::engine::evaluate_function"
-# What a range of PyTorch's or of step.py's belongs to, by how its name begins; the later ones lie within.
-_NAMED = {_BACKWARD_NODE: profile.BACKWARD, "Optimizer.": profile.STEP, "enumerate(DataLoader": profile.DATA}
+_WEIGHT_STEP = "gradients of weights"  # of a zero-bubble schedule (native/zero_bubble.py)
+# What a range of PyTorch's, the engine's or step.py's belongs to, by how its name begins; the later ones lie within.
+_NAMED = {
+    _BACKWARD_NODE: profile.BACKWARD,
+    _WEIGHT_STEP: profile.BACKWARD,
+    "Optimizer.": profile.STEP,
+    "enumerate(DataLoader": profile.DATA,
+}
 _NAMED |= {part: part for part in (profile.DATA, *_EVENTS)}
 # Marks of step.py: the iteration, and a collective operation "t5|axis|operation|bytes sent|ranks|number".
 ITERATION = "t5 iteration"

@@ -48,6 +48,7 @@ FEW = (
     "int(match[1])",
     "self.kept",
     "self.forward_step(micro_batches[number if part",
+    "parameter.grad += gradient * (micro_batch",
 )
 
 
@@ -63,9 +64,11 @@ class Planter:
         self.of_engine["native-gpt"] = gpt | {"ENGINE": "native"}
         deep = {"ENCODER_NUM_LAYERS": "3", "DECODER_NUM_LAYERS": "3", "ENGINE": "native"}
         self.of_engine["native-deep"] = self.of_engine["native-interleaved"] = deep
+        self.of_engine["native-zero-bubble"] = deep
         self.of_pipeline = {
             "native-deep": {"PIPELINE_PARALLEL_SIZE": "4"},
             "native-interleaved": {"PIPELINE_SCHEDULE": "interleaved"},
+            "native-zero-bubble": {"PIPELINE_SCHEDULE": "zero-bubble"},
         }
         self.of_engine["gpt"] = gpt | {"MEGATRON_DIR": str(self.engine)}
 
@@ -121,7 +124,8 @@ def planter(gpt: dict[str, str], sample_data: Path, tmp_path_factory: pytest.Tem
 def test_the_list_is_long_enough_and_can_be_planted(planter: Planter):
     engines = [mistake.engine for mistake in MISTAKES]
     assert len(engines) == len(set(MISTAKES)) >= 40
-    expected = {"native", "megatron", "gpt", "native-gpt", "native-sequence", "native-deep", "native-interleaved"}
+    own = {f"native-{which}" for which in ("gpt", "sequence", "deep", "interleaved", "zero-bubble")}
+    expected = {"native", "megatron", "gpt"} | own
     assert set(engines) == expected
     assert all((REPO_ROOT / "scripts" / f"run_megatron_t5_{m.strategy}.sh").exists() for m in MISTAKES)
     assert [m for m in MISTAKES if planter.path(m.file).read_text().count(m.right) != 1] == []

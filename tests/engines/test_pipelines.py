@@ -52,6 +52,16 @@ def assert_equal(run: Run, baseline: Run) -> None:
         pytest.param(
             *("pipeline", "t5", {"PIPELINE_PARALLEL_SIZE": "3", "PIPELINE_SCHEDULE": "gpipe"}), marks=pytest.mark.long
         ),
+        ("pipeline", "t5", {"PIPELINE_PARALLEL_SIZE": "3", "PIPELINE_SCHEDULE": "zero-bubble"}),
+        ("hybrid", "gpt", {"PIPELINE_SCHEDULE": "zero-bubble", "NPROC_PER_NODE": "8"}),
+        pytest.param(
+            *("pipeline", "t5", {"PIPELINE_SCHEDULE": "zero-bubble", "NPROC_PER_NODE": "4", "RECOMPUTE": "full"}),
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            *("pipeline", "gpt", {"PIPELINE_PARALLEL_SIZE": "4", "PIPELINE_SCHEDULE": "zero-bubble"}),
+            marks=pytest.mark.long,
+        ),
         ("pipeline", "t5", {"PIPELINE_SCHEDULE": "interleaved"}),
         ("pipeline", "gpt", {"PIPELINE_PARALLEL_SIZE": "4", "PIPELINE_SCHEDULE": "interleaved"}),
         pytest.param(
@@ -70,15 +80,31 @@ def test_a_pipeline_trains_as_one_process(trained: Trained, strategy: str, famil
 
 
 def test_schedules_take_the_same_dropout(trained: Trained):
-    """Every stage takes micro-batches forward in their order, under 1F1B and GPipe: the masks are the same."""
+    """Every stage takes micro-batches forward in their order, under all but interleaved: the masks are the same. And
+    every weight adds up its gradients in their order."""
     settings = {"PIPELINE_PARALLEL_SIZE": "3", "DROPOUT": "0.1"}
-    one_by_one, all_first = (trained("pipeline", **settings, PIPELINE_SCHEDULE=name) for name in ("1f1b", "gpipe"))
-    assert one_by_one.iterations and [(i.lm_loss, i.grad_norm) for i in one_by_one.iterations] == [
-        (i.lm_loss, i.grad_norm) for i in all_first.iterations
-    ]
+    runs = [trained("pipeline", **settings, PIPELINE_SCHEDULE=name) for name in ("1f1b", "gpipe", "zero-bubble")]
+    first, *others = ([(i.lm_loss, i.grad_norm) for i in run.iterations] for run in runs)
+    assert len(first) == 4 and others == [first, first]
 
 
-@pytest.mark.parametrize("schedule", [pytest.param("1f1b", marks=pytest.mark.long), "interleaved"])
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("t5", {"NPROC_PER_NODE": "4"}),
+        pytest.param("t5", {"PIPELINE_PARALLEL_SIZE": "3"}, marks=pytest.mark.long),
+        pytest.param("gpt", {"PIPELINE_PARALLEL_SIZE": "3"}, marks=pytest.mark.long),
+    ],
+)
+def test_gradients_of_bf16_copies_are_put_off(trained: Trained, family: str, settings: dict[str, str]):
+    """The masters get the gradients that they get under 1F1B, with DDP beside it, too."""
+    settings = settings | {"PRECISION_FLAG": "--bf16", "DROPOUT": "0.1"}
+    runs = [trained("pipeline", family, **settings, PIPELINE_SCHEDULE=name) for name in ("1f1b", "zero-bubble")]
+    plain, put_off = ([(i.lm_loss, i.grad_norm) for i in run.iterations] for run in runs)
+    assert len(plain) == 4 and put_off == plain
+
+
+@pytest.mark.parametrize("schedule", [pytest.param("1f1b", marks=pytest.mark.long), "interleaved", "zero-bubble"])
 def test_a_resumed_pipeline_gives_the_uninterrupted_curve(
     sample_data: Path, trained: Trained, tmp_path: Path, schedule: str
 ):

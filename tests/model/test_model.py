@@ -29,7 +29,7 @@ from t5bench.model.memory import (
     slack,
 )
 from t5bench.model.parameters import parameters, stage_of
-from t5bench.model.schedule import GPIPE, idle_share, order, steps
+from t5bench.model.schedule import GPIPE, ZERO_BUBBLE, idle_share, order, steps
 from t5bench.model.time import CPU
 
 LARGE = Architecture(24, 24, 1024, 16, 64, 2816, 512, 128, 32128)
@@ -99,6 +99,27 @@ def test_schedules():
     deep = Job(LARGE, Parallel(1, p), 1, m)
     assert [in_flight(deep, stage) for stage in range(p)] == [4, 3, 2, 1]
     assert [in_flight(deep.on(schedule=GPIPE), stage) for stage in range(p)] == [m] * p
+
+
+def test_the_zero_bubble_schedule():
+    """ZB-H1 of the paper: its order (figure 3), its bubble (section 2.3), the micro-batches of 1F1B's first stage."""
+    names = [f"{way}{k}" for way, k, _ in order(1, 2, 3, kind=ZERO_BUBBLE)]
+    assert names == ["F0", "B0", "F1", "B1", "W0", "F2", "B2", "W1", "W2"]
+    names = [f"{way}{k}" for way, k, _ in order(0, 2, 3, kind=ZERO_BUBBLE)]
+    assert names == ["F0", "F1", "B0", "W0", "F2", "B1", "W1", "B2", "W2"]
+    for p, m, (forward, inputs, weights) in ((2, 4, (1, 1, 1)), (4, 8, (1, 1.3, 0.7)), (8, 16, (2, 2, 1))):
+        working = m * (forward + inputs + weights)
+        waiting = (p - 1) * (forward + inputs - weights)
+        share = idle_share([forward] * p, [inputs + weights] * p, m, kind=ZERO_BUBBLE, weights=[weights] * p)
+        assert share == pytest.approx(waiting / (working + waiting))
+        for stage in range(p):
+            done = order(stage, p, m, kind=ZERO_BUBBLE)
+            assert [step for step in done if step[0] != "W"] == order(stage, p, m), "1F1B but for the weights"
+            assert all(done.index(("B", k, 0)) < done.index(("W", k, 0)) for k in range(m)) and len(done) == 3 * m
+            found = steps(stage, p, 100, kind=ZERO_BUBBLE)
+            assert max(sum(step.kept) for step in found) == p - stage
+            assert max(sum(step.kept) + sum(step.put_off) for step in found) == p
+            assert set(steps(stage, p, 3 * p, kind=ZERO_BUBBLE)) == set(found), "later micro-batches bring nothing new"
 
 
 SHAPE = {"num_layers": 3, "num_decoder_layers": 2, "d_model": 48, "num_heads": 6, "d_kv": 8, "d_ff": 80}

@@ -77,6 +77,12 @@ def test_two_unequal_stages():
     assert schedule.draw(found, 13) == "stage 0   0011.aaaabbbb\nstage 1   ..0aa1bb....."
 
 
+def test_gradients_of_weights_fill_the_second_stages_bubble():
+    """As above, with half of a backward pass for the weights; the first stage gets its gradients sooner."""
+    found = schedule.one_f_one_b((2, 1), (4, 2), 2, kind=schedule.ZERO_BUBBLE, weights=(2, 1))
+    assert schedule.draw(found, 12) == "stage 0   0011aaAAbbBB\nstage 1   ..0a1bAB...."
+
+
 @pytest.mark.parametrize(("stages", "chunks"), [(2, 1), (8, 1), (4, 2), (4, 3)])
 def test_equal_stages_have_the_known_bubble(stages: int, chunks: int):
     """(p - 1) / v micro-batches' time (https://arxiv.org/abs/2104.04473)."""
@@ -90,6 +96,9 @@ def test_long_schedules_are_extrapolated(forward: tuple[float, ...], transfer: f
     backward = [2 * seconds for seconds in forward]
     whole = max(slot.end for slot in schedule.one_f_one_b(forward, backward, 96, transfer))
     assert schedule.duration(forward, backward, 96, transfer) == pytest.approx(whole)
+    options = {"kind": schedule.ZERO_BUBBLE, "weights": forward}
+    whole = max(slot.end for slot in schedule.one_f_one_b(forward, backward, 96, transfer, **options))
+    assert schedule.duration(forward, backward, 96, transfer, **options) == pytest.approx(whole)
 
 
 def test_operations_with_recomputation():

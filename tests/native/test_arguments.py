@@ -8,6 +8,7 @@ from harness import REPO_ROOT
 from native import arguments
 
 ZERO1 = ["--deepspeed", "--deepspeed_config", str(REPO_ROOT / "ds_configs" / "megatron_zero1.json")]
+ZERO_BUBBLE = ["--pipeline-model-parallel-size", "2", "--pipeline-schedule", "zero-bubble"]
 
 
 @pytest.mark.parametrize(
@@ -20,6 +21,9 @@ ZERO1 = ["--deepspeed", "--deepspeed_config", str(REPO_ROOT / "ds_configs" / "me
         (["--virtual-pipeline-stages", "2"], 1, "only the interleaved schedule"),
         (["--pipeline-model-parallel-size", "2", "--pipeline-schedule", "interleaved"], 2, "and it needs them"),
         (["--pipeline-model-parallel-size", "2", "--global-batch-size", "2"], 2, "micro-batches"),
+        ([*ZERO_BUBBLE, "--tensor-model-parallel-size", "2", "--sequence-parallel"], 4, "gathered once more"),
+        ([*ZERO_BUBBLE, "--compile"], 2, "zero-bubble does not work with --compile"),
+        ([*ZERO_BUBBLE, "--trace"], 2, "zero-bubble does not work with --trace"),
         (["--encoder-seq-length", "64", "--decoder-seq-length", "8"], 1, "decoder"),
         ([*ZERO1, "--tensor-model-parallel-size", "2"], 2, "shards only over data-parallel ranks"),
         (["--deepspeed"], 1, "needs --deepspeed_config"),

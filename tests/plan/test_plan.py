@@ -197,7 +197,8 @@ DEEP = {"ENGINE": "native", "ENCODER_NUM_LAYERS": "6", "DECODER_NUM_LAYERS": "3"
 
 
 @pytest.mark.parametrize(
-    ("stages", "schedule", "split"), [("2", "1f1b", 1), ("3", "1f1b", 2), ("4", "gpipe", 3), ("2", "interleaved", 3)]
+    ("stages", "schedule", "split"),
+    [("2", "1f1b", 1), ("3", "1f1b", 2), ("4", "gpipe", 3), ("2", "zero-bubble", 1), ("2", "interleaved", 3)],
 )
 def test_the_native_engine_balances_its_stages(making, stages: str, schedule: str, split: int):
     """A layer of the encoder counts as several of the decoder, whose sequences are shorter."""
@@ -247,6 +248,13 @@ def test_the_native_engine_balances_its_stages(making, stages: str, schedule: st
             "takes a multiple of 3 micro-batches, found 16",
         ),
         ("pipeline", {"PIPELINE_SCHEDULE": "gpipe", "ENGINE": "megatron"}, "pipeline-schedule", "1f1b and interleaved"),
+        ("pipeline", {"PIPELINE_SCHEDULE": "zero-bubble"}, "pipeline-schedule", "=zero-bubble is the native engine's"),
+        (
+            "hybrid",
+            {"PIPELINE_SCHEDULE": "zero-bubble", "SEQUENCE_PARALLEL": "1", "ENGINE": "native", "NPROC_PER_NODE": "4"},
+            "pipeline-schedule",
+            "does not go with SEQUENCE_PARALLEL=1",
+        ),
         (
             "pipeline",
             {"PIPELINE_SCHEDULE": "interleaved", "ENCODER_NUM_LAYERS": "24"},
@@ -510,6 +518,7 @@ FINETUNING = "--finetune --load /run/checkpoints"
         ("ddp", "--num-workers", NATIVE, "engine-argument"),
         ("ddp", "--adam-beta2 0.95 --compile", NATIVE, ""),
         ("zero3", "--compile", NATIVE, "engine-argument"),
+        ("pipeline", "--compile", NATIVE | {"PIPELINE_SCHEDULE": "zero-bubble"}, "engine-argument"),
     ],
 )
 def test_engine_arguments_that_would_make_the_plan_untrue(making, strategy, arguments, settings, expected):

@@ -113,6 +113,7 @@ def test_a_pipeline_sends_to_the_next_stage_and_receives_from_it():
         (Parallel(2, 3, 1, split_rank=2), 2),  # the encoder's second stage
         (Parallel(1, 4, 2, split_rank=2), 4),  # the decoder's first of two
         (Parallel(1, 3, 1, split_rank=1, schedule="gpipe"), 1),
+        (Parallel(2, 3, 2, split_rank=1, schedule="zero-bubble"), 8),
         (Parallel(1, 2, 2, split_rank=2, schedule="interleaved", virtual_stages=2), 0),  # embeds for both stacks
         (Parallel(2, 3, 1, split_rank=3, schedule="interleaved", virtual_stages=2), 4),
     ],
@@ -137,10 +138,11 @@ def deep(pipeline: int, schedule: str) -> Job:
 
 
 SOME_STAGES = [(4, "1f1b", 1), (4, "1f1b", 2), (6, "1f1b", 4), (3, "gpipe", 2), (3, "interleaved", 0)]
+SOME_STAGES += [(4, "zero-bubble", 0), (4, "zero-bubble", 2), (3, "zero-bubble", 2)]
 ALL_STAGES = [
     (pipeline, schedule, stage)
     for pipeline in (2, 3, 4, 6)
-    for schedule in ("1f1b", "gpipe", "interleaved")
+    for schedule in ("1f1b", "gpipe", "interleaved", "zero-bubble")
     for stage in range(pipeline)
 ]
 

@@ -307,19 +307,23 @@ def test_every_table_of_times_has_tflops_and_mfu(capsys: pytest.CaptureFixture[s
         assert bool(re.search(r" \d+\.\d% ", shown)) == has_mfu
 
 
-def test_gpipe_beside_1f1b(capsys: pytest.CaptureFixture[str], monkeypatch):
-    """Of equal stages both idle as long, and GPipe keeps all micro-batches."""
+def test_other_schedules_beside_1f1b(capsys: pytest.CaptureFixture[str], monkeypatch):
+    """Of equal stages GPipe's idle as long, and keep all micro-batches. Zero-bubble's idle less."""
     for name, value in {"MODEL_FAMILY": "gpt", "MICRO_BATCH_SIZE": "2", "ENGINE": "native"}.items():
         monkeypatch.setenv(name, value)
     shown = t5bench(capsys, "predict", "--device", "a100", "--schedule")[1]
     table = shown.partition("\npipeline\n")[2].partition("\n\n")[2].splitlines()
-    rows = {line.split()[0]: re.split(r"\s{2,}", line.strip()) for line in table[2:4]}
+    rows = {line.split()[0]: re.split(r"\s{2,}", line.strip()) for line in table[2:5]}
     ahead = table[0].split("  ")
     assert "idle" in table[0] and "GiB of activations" in table[0] and ahead[0] == "schedule"
-    assert rows.keys() == {"1f1b", "gpipe"} and rows["1f1b"][0] == "1f1b (chosen)"
+    assert rows.keys() == {"1f1b", "gpipe", "zero-bubble"} and rows["1f1b"][0] == "1f1b (chosen)"
     assert rows["1f1b"][1] == rows["gpipe"][1]  # idle
     assert [float(rows[name][5]) for name in ("1f1b", "gpipe")] == [2, 8]
     assert float(rows["gpipe"][6]) > 3 * float(rows["1f1b"][6])
+    idle = {name: float(row[1].rstrip("%")) for name, row in rows.items()}
+    assert idle["zero-bubble"] < idle["1f1b"]
+    assert float(rows["zero-bubble"][2]) < float(rows["1f1b"][2])  # seconds
+    assert float(rows["zero-bubble"][5]) == 2
 
 
 def test_why_a_layout_is_not_the_winner():
