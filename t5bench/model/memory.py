@@ -142,7 +142,8 @@ def _moments(job: Job, stage: int, count: int, leftover: Mapping[str, float]) ->
     put_off = [_put_off(job.apart, chunk) for chunk in chunks]
     ends = [_end_of_backward(job.apart, chunk, one["encoder"]) for chunk, one in zip(chunks, kept, strict=True)]
     if job.parallel.puts_off_weights(stage):
-        in_work = put_off if job.recompute == "full" else in_work
+        if job.recompute == "full":  # in the end the layers' inputs are gone, and this has come instead
+            in_work = put_off
         ends = [end | own for end, own in zip(ends, put_off, strict=True)]
     moments = {
         "loss": _largest(forward_passes, kept, loss, put_off) | waiting | forward,
