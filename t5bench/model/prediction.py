@@ -77,10 +77,11 @@ class Prediction:
 
     @property
     def seconds_interval(self) -> tuple[float, float] | None:
-        """Where 90 % of such iterations lie; a calibrated time is a ratio to a measured one. None for CPUs."""
-        if not self.time or not self.machine.device.memory:
+        """Where 90 % of such iterations lie; a calibrated time is a ratio to a measured one. A CPU has no other."""
+        is_calibrated = self.slower != 1
+        if not self.time or not (self.machine.device.memory or is_calibrated):
             return None
-        return intervals.around(self.time.total, intervals.TIME if self.slower == 1 else intervals.RATIO)
+        return intervals.around(self.time.total, intervals.RATIO if is_calibrated else intervals.TIME)
 
     @property
     def memory_interval(self) -> tuple[float, float] | None:

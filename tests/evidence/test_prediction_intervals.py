@@ -66,7 +66,7 @@ def test_coverage_is_that_of_the_judges():
     assert found.mean_error == pytest.approx(sum(exp(error) - 1 for error in (0.05, 0.05, 0.2, 0.01, 0.3)) / 5)
 
 
-def test_a_calibrated_time_is_more_certain_and_a_cpu_has_no_interval():
+def test_a_calibrated_time_is_more_certain_and_a_cpu_has_no_other_interval():
     machine = Machine(DEVICES["a100"], Link(3e11), Link(1e10))
     job = Job(GPT, Parallel(data=8), 8, 64)
     absolute = Prediction(job, machine)
@@ -79,6 +79,8 @@ def test_a_calibrated_time_is_more_certain_and_a_cpu_has_no_interval():
     assert absolute.to_json()["intervals"]["seconds"] == absolute.seconds_interval
     on_cpu = Prediction(job, Machine(CPU, Link(3e11), Link(1e10)))
     assert on_cpu.seconds_interval is on_cpu.memory_interval is None
+    on_cpu = Prediction(job, Machine(CPU, Link(3e11), Link(1e10)), slower=1.5)
+    assert on_cpu.seconds_interval == intervals.around(on_cpu.time.total, intervals.RATIO)
 
 
 def test_layouts_that_cannot_be_told_apart_are_named():

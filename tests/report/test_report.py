@@ -62,7 +62,7 @@ def test_the_bubble_is_predicted_and_measured(tmp_path: Path):
     run = make_run(tmp_path / "pipeline", "pipeline", settings=LARGE, **GPU)
     (row,) = build([records.load(run)]).rows
     predicted, measured = tables.bubble_of(row)
-    assert 0.1 < predicted < 0.9 and measured is None
+    assert 1 / 17 <= predicted < 0.9 and measured is None  # two equal stages and 16 micro-batches: 1 / 17
     assert tables._bubble_text(tables.Bubble(0.25, 0.5)) == "25% (50%)"
 
 
