@@ -25,7 +25,7 @@ from t5bench.imports import import_transformers
 
 
 def build(args: Namespace, attention: str = "eager") -> nn.Module:
-    """Hugging Face's model without weights of its own; embeddings are shared as in Megatron's T5.
+    """Hugging Face's model with its own random weights; it shares its embeddings as Megatron's T5 does.
 
     attention: a name of Hugging Face's implementations.
     """

@@ -91,7 +91,9 @@ def sliced(*shape: int, dim: int, tp: Axis, blocks: int = 1) -> nn.Parameter:
 
 def linear(x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None = None) -> Tensor:
     """x W^T + b in x's dtype."""
-    return F.linear(x, cast(weight, x.dtype), None if bias is None else cast(bias, x.dtype))
+    if bias is not None:
+        bias = cast(bias, x.dtype)
+    return F.linear(x, cast(weight, x.dtype), bias)
 
 
 class ColumnLinear(nn.Module):

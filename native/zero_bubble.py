@@ -22,9 +22,7 @@ from torch.profiler import record_function
 from native.parallel import Mesh
 from native.precision import cast
 from native.tensor_parallel import ColumnLinear, RowLinear
-from t5bench.model.schedule import puts_off_weights
-
-WEIGHT_STEP = "gradients of weights"  # its name in a profile
+from t5bench.model.schedule import WEIGHT_STEP, puts_off_weights
 
 
 class PutOff(NamedTuple):
@@ -55,7 +53,9 @@ class WeightGradients:
     def linear(self, x: Tensor, parameter: nn.Parameter, bias: nn.Parameter | None = None) -> Tensor:
         """x W^T + b, whose backward pass puts off W's gradient."""
         layer = (parameter, cast(parameter, x.dtype))  # in a tuple autograd does not see them
-        return _Linear.apply(x, None if bias is None else cast(bias, x.dtype), layer, self)
+        if bias is not None:
+            bias = cast(bias, x.dtype)
+        return _Linear.apply(x, bias, layer, self)
 
     @torch.no_grad()
     def compute(self, micro_batch: int, *, is_last: bool) -> None:

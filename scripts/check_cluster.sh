@@ -30,4 +30,4 @@ elif ((${#hosts[@]} == 0)); then
   read -r -d '' -a hosts <<<"$(slurm_hosts)" || true
 fi
 require_python
-exec "$PYTHON" "$REPO_ROOT/t5bench" cluster "${options[@]}" "${hosts[@]}"
+exec "$PYTHON" "$REPO_ROOT/t5bench" cluster "${options[@]}" -- "${hosts[@]}"

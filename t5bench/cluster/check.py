@@ -316,9 +316,9 @@ def checked_hosts(hosts: Sequence[str]) -> list[str]:
 
 def run(args: argparse.Namespace) -> int:
     """Raises Problem."""
-    if args.health and args.network:
-        raise Problem("--health does not measure the network, which --network writes down", "Leave one of them out")
     hosts = checked_hosts(args.hosts)
+    if args.network:
+        check_place(args.network, hosts, is_health_alone=args.health)
     # A Ctrl-C ends this and every ssh at once; processes on the nodes end by their own time limit.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     python = shutil.which(os.environ.get("PYTHON") or "python3") or sys.executable
@@ -349,12 +349,21 @@ def run(args: argparse.Namespace) -> int:
     return 1 if count else 0
 
 
+def check_place(path: Path, hosts: Sequence[str], is_health_alone: bool) -> None:
+    """Raises Problem if no network would be measured, or if there is no place to write it."""
+    if is_health_alone:
+        raise Problem("--health does not measure the network, which --network writes down", "Leave one of them out")
+    if len(hosts) < 2:
+        raise Problem(f"--network needs two hosts or more, found {hosts[0]}", "Name another host")
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise Problem(f"{path} cannot be written", "Name another file with --network")
+
+
 def save(network: Network | None, path: Path) -> None:
-    """Raises Problem if there is nothing to write, or no place for it."""
-    if not network:
-        raise Problem(
-            f"no network was measured, so {path} was not written", "Mend what the table says, and check again"
-        )
+    """Raises Problem if the file cannot be written."""
+    if not network:  # the table says why
+        print(f"\nNo network was measured, so {path} was not written.")
+        return
     try:
         network.write(path)
     except OSError as error:

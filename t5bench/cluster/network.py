@@ -30,7 +30,8 @@ FIRST = 2**20
 LARGEST = 64 * 2**20
 REPETITIONS = 5
 MESSAGE = 256 * 2**10  # of tensor parallelism in a small model
-MESSAGES = (20, 200)  # at least, at most
+FEWEST_MESSAGES = 20
+MOST_MESSAGES = 200
 COMPUTING_SECONDS = 0.004  # before each of them, as a layer of a small model
 doing = ["importing torch"]  # now: the last one
 
@@ -84,10 +85,9 @@ class Meter:
         self.all_reduce(probe, group)
         took = self.all_reduce(probe, group)
         # Rank 0 decides how much data a slow network has to carry.
-        fewest, most = MESSAGES
         size = min(LARGEST, max(FIRST, int(FIRST * self.allowance / took / REPETITIONS)))
         one_message = COMPUTING_SECONDS + took * MESSAGE / FIRST
-        number = min(most, max(fewest, int(2 * self.allowance / one_message)))
+        number = min(MOST_MESSAGES, max(FEWEST_MESSAGES, int(2 * self.allowance / one_message)))
         decided = torch.tensor([size, number], device=self.device)
         dist.broadcast(decided, src=0, group=group)
         size, number = decided.tolist()

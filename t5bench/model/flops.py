@@ -21,7 +21,7 @@ def layer_multiply_adds(a: Architecture, decoder: bool = False) -> tuple[int, in
 def outside_windows(a: Architecture, decoder: bool = False) -> int:
     """Multiply-adds of a stack's forward pass for one sample that only a masked kernel does: those outside of windows.
 
-    Where attention is local, a token attends to as many tokens of its own stack as the window has.
+    In a layer with local attention, a token attends to `window` tokens of its own stack.
     """
     layers = a.decoder_layers if decoder else a.encoder_layers
     local_layers = layers - layers // a.global_every if a.window else 0

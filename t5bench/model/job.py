@@ -38,11 +38,11 @@ class Architecture:
     head_bias: bool = True  # the output has a bias for every word
     norm: str = "layer"  # weight and bias; or "rms"
     final_norm: bool = True  # each stack ends with one
-    post_norms: bool = False  # a block's output has a norm of its own before it is added
+    post_norms: bool = False  # each block's output is normalised, then added to the residual stream
     query_key_norms: bool = False  # of every head's queries and keys, with the same weights for all heads
     merged_attention: bool = False  # the decoder's own keys and the encoder's: the same projections and one softmax
-    window: int = 0  # tokens of its own stack to which a token attends where attention is local; 0: it is nowhere
-    global_every: int = 1  # of so many layers the last one's attention is global
+    window: int = 0  # tokens of its own stack that a token sees in layers with local attention; 0: there are none
+    global_every: int = 1  # every so many layers, one has global attention
     special_words: int = 0  # vectors of the embedding that are not in its table
     predicted: int = 0  # tokens of a sample that have logits, such as a BERT's masked ones; 0 for all
 

@@ -33,6 +33,8 @@ INTERLEAVED = "interleaved"  # 1F1B with several chunks
 ZERO_BUBBLE = "zero-bubble"  # ZB-H1
 SCHEDULES = (ONE_F_ONE_B, GPIPE, INTERLEAVED, ZERO_BUBBLE)
 
+WEIGHT_STEP = "gradients of weights"  # the name of a "W" step in a profile
+
 # Why the native engine has no zero-bubble schedule with sequence parallelism.
 GATHERED_AGAIN = "a block's input would have to be gathered once more for its weight's gradient"
 

@@ -189,7 +189,8 @@ def link_of(network: Path | None, gigabits: float | None, microseconds: float | 
         latency = LATENCY if microseconds is None else microseconds * 1e-6
         return Link((gigabits or GIGABITS) * 1e9 / 8, latency)
     if gigabits is not None or microseconds is not None:
-        raise Problem(f"{network} says what the link is, and so do --link or --latency", "Leave one of them out")
+        found = f"{network} has the link's rate and latency, and options state them, too"
+        raise Problem(found, "Leave out the file, or the options")
     return read_network(network).link
 
 

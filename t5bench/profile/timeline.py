@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from t5bench.model.schedule import WEIGHT_STEP
 from t5bench.profile import parts as profile
 from t5bench.profile.parts import AXES, PARTS, SENDING
 
@@ -25,11 +26,10 @@ _EVENTS = (profile.LOGGING, profile.SAVING, profile.EVALUATING)
 _UNDER_SENDING = tuple(_CODE[part] for part in PARTS if part not in _EVENTS)
 _WHILE_IDLE = (profile.STEP, profile.DATA, *_EVENTS, profile.WAITING, profile.BUBBLE)
 _BACKWARD_NODE = "autograd::engine::evaluate_function"
-_WEIGHT_STEP = "gradients of weights"  # of a zero-bubble schedule (native/zero_bubble.py)
 # What a range of PyTorch's, the engine's or step.py's belongs to, by how its name begins; the later ones lie within.
 _NAMED = {
     _BACKWARD_NODE: profile.BACKWARD,
-    _WEIGHT_STEP: profile.BACKWARD,
+    WEIGHT_STEP: profile.BACKWARD,
     "Optimizer.": profile.STEP,
     "enumerate(DataLoader": profile.DATA,
 }

@@ -145,6 +145,8 @@ def test_a_measured_network_is_predicted_with(capsys: pytest.CaptureFixture[str]
     slower = "--link", 0.2, "--latency", 1000
     (row,) = json.loads(t5bench(capsys, *words, *slower, "--calibrate-network", path)[1])["rows"]
     assert row["seconds"]["total"] > 900  # as the link of the calibration reaches 3 % more
+    both = "--calibrate-network", path, "--calibrate-link", 1
+    assert "and options state them, too" in t5bench(capsys, *words, *both)[2]
     path.write_text(json.dumps(NETWORK | {"together": ALL}))
     layouts = "layouts", "--gpus", 16, "--device", "h100", "--network", path
     assert "16 x h100, 0.19 Gbit/s a node" in t5bench(capsys, *layouts)[1]
@@ -157,8 +159,8 @@ def test_a_measured_network_is_predicted_with(capsys: pytest.CaptureFixture[str]
         ("{", (), "cannot be read: Input data was truncated"),
         (json.dumps(NETWORK | {"pairs": {}}), (), "has no pair of nodes"),
         (json.dumps(NETWORK | {"pairs": {"node1": SLOW_PAIR | {"gbit": 0}}}), (), "Expected `float` > 0.0"),
-        (json.dumps(NETWORK), ("--link", 1), "and so do --link or --latency"),
-        (json.dumps(NETWORK), ("--latency", 1), "and so do --link or --latency"),
+        (json.dumps(NETWORK), ("--link", 1), "and options state them, too"),
+        (json.dumps(NETWORK), ("--latency", 1), "and options state them, too"),
     ],
 )
 def test_a_file_without_a_network_is_refused(
