@@ -82,6 +82,7 @@ _T5GEMMA_2 = (
     "T5Gemma 2, https://arxiv.org/abs/2512.14856; jax-ml/bonsai, bonsai/models/t5gemma2/modeling.py, which loads"
     " google/t5gemma-2-*"
 )
+_T5GEMMA_2_NAMES = ("t5gemma2-270m", "t5gemma2-1b", "t5gemma2-4b")
 PRESETS = {
     "t5-v1.1-small": t5_v1_1(8, 512, 6, 1024),
     "t5-v1.1-base": t5_v1_1(12, 768, 12, 2048),
@@ -107,7 +108,7 @@ SOURCES = {
     **dict.fromkeys(("t5-v1.1-small", "t5-v1.1-base", "t5-v1.1-large", "t5-v1.1-xl", "t5-v1.1-xxl"), _T5_V1_1),
     "t5-11b": "T5, https://arxiv.org/abs/1910.10683, section 3.7",
     "ul2-20b": "the published configuration of google/ul2",
-    **dict.fromkeys(("t5gemma2-270m", "t5gemma2-1b", "t5gemma2-4b"), _T5GEMMA_2),
+    **dict.fromkeys(_T5GEMMA_2_NAMES, _T5GEMMA_2),
     "gpt-1.5b": "GPT-2, the published configuration of openai-community/gpt2-xl",
     "gpt-8.3b": "Megatron-LM, https://arxiv.org/abs/1909.08053, table 2",
     "gpt-13b": "GPT-3, https://arxiv.org/abs/2005.14165, table 2.1",
@@ -118,7 +119,7 @@ SOURCES = {
 }
 # What a reader of a preset's predictions must know.
 NOTES = dict.fromkeys(
-    ("t5gemma2-270m", "t5gemma2-1b", "t5gemma2-4b"),
+    _T5GEMMA_2_NAMES,
     "the text part, without the vision encoder; layers with a window compute the scores outside of it too, as"
     " transformers' own do",
 )

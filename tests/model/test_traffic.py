@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from t5bench.model import flops, schedule, time, traffic
-from t5bench.model.job import Architecture, Job, Parallel, Zero
+from t5bench.model.job import Architecture, FullySharded, Job, Parallel, Zero
 from t5bench.model.machine import DEVICES, Link, Machine
 
 LARGE = Architecture(24, 24, 1024, 16, 64, 2816, 512, 128, 32128)
@@ -165,3 +165,32 @@ def test_hugging_faces_modules_take_longer_than_fused_ones():
         time._layer_seconds(job, False, DEVICES["a100"]) for job in (fused, replace(fused, engine="huggingface"))
     )
     assert other - one == pytest.approx(more)
+
+
+def test_a_cpu_waits_for_what_cuda_streams_hide():
+    """FSDP2's collectives. On any device, ZeRO-3's first gather of each pass, as nothing has been computed yet."""
+    sharded = replace(TWO_NODES, engine="native", fully_sharded=FullySharded())
+    assert time.iteration(sharded, SLOW, "gloo").hidden == 0 < time.iteration(sharded, SLOW, "nccl").hidden
+    gathers = [row for row in traffic.rows(replace(TWO_NODES, zero=Zero(3))) if row.what == "parameters"]
+    waited_for = {row.when: row.count for row in gathers if not row.overlap}
+    assert waited_for == dict.fromkeys(("each forward", "each backward"), TWO_NODES.micro_batches)
+    assert all(row.count > TWO_NODES.micro_batches for row in gathers if row.overlap)
+
+
+def test_a_sender_waits_in_megatrons_pipeline_alone():
+    """The busiest stage sends a message for every micro-batch."""
+    pipeline = replace(TWO_NODES, parallel=Parallel(pipeline=2, devices_per_node=1))
+    (send,) = (row for row in traffic.rows(pipeline) if row.kind == "send")
+    message = time.collective_seconds(send, pipeline, SLOW)
+    native, megatron = (time.iteration(replace(pipeline, engine=engine), SLOW) for engine in ("native", "megatron"))
+    assert megatron.communication - native.communication == pytest.approx(pipeline.micro_batches * message)
+    assert megatron.total > native.total
+
+
+def test_gloos_gather_between_two_takes_longer_than_its_bytes():
+    def seconds(ranks: int) -> float:
+        job = replace(TWO_NODES, parallel=Parallel(data=ranks, devices_per_node=1))
+        row = traffic.Row("parameters", "data", "all-gather", 1, 1e6 * ranks / (ranks - 1), "first forward")
+        return time.collective_seconds(row, job, replace(SLOW, between=Link(1e9, is_measured=True)), "gloo")
+
+    assert (seconds(2), seconds(4)) == pytest.approx((1.5e-3, 1e-3))
