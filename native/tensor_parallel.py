@@ -91,9 +91,11 @@ def sliced(*shape: int, dim: int, tp: Axis, blocks: int = 1) -> nn.Parameter:
 
 def linear(x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None = None) -> Tensor:
     """x W^T + b in x's dtype."""
+    # The weight first: the order of the copies decides the order of gradients, and with that DDP's buckets.
+    weight = cast(weight, x.dtype)
     if bias is not None:
         bias = cast(bias, x.dtype)
-    return F.linear(x, cast(weight, x.dtype), bias)
+    return F.linear(x, weight, bias)
 
 
 class ColumnLinear(nn.Module):
