@@ -1,6 +1,6 @@
 """Draws docs/T5-Parallelism.pdf from docs/slides.md: python -m docs.make_slides [output.pdf]
 
-Lengths are in units of 6 points: a slide is 160 wide and 90 high. t5bench/model computes every number and prediction.
+Lengths are in units of 6 points: a slide is 160 wide and 90 high. t5bench/costmodel computes every number.
 A text that runs off its page or touches another one is an error.
 """
 
@@ -21,9 +21,9 @@ from matplotlib.patches import Rectangle
 from matplotlib.transforms import Bbox
 
 from t5bench import REPOSITORY
-from t5bench.model import flops, schedule, traffic
-from t5bench.model.job import Architecture, Job, Parallel, Zero
-from t5bench.model.memory import (
+from t5bench.costmodel import flops, schedule, traffic
+from t5bench.costmodel.job import Architecture, Job, Parallel, Zero
+from t5bench.costmodel.memory import (
     FP32_GRADIENTS,
     activation_bytes,
     logits_bytes,
@@ -31,7 +31,7 @@ from t5bench.model.memory import (
     states_of,
     transient_states,
 )
-from t5bench.model.parameters import components, parameters
+from t5bench.costmodel.parameters import components, parameters
 from t5bench.plan.launchers import declarations
 from t5bench.record.plan import Strategy
 

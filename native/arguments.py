@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from t5bench import Problem, note
-from t5bench.model.job import beyond_native
-from t5bench.model.schedule import (
+from t5bench.costmodel.job import beyond_native
+from t5bench.costmodel.schedule import (
     GATHERED_AGAIN,
     INTERLEAVED,
     ONE_F_ONE_B,

@@ -13,7 +13,7 @@ from native.layers import Embedding, Stack
 from native.parallel import Mesh, Tied
 from native.precision import cast
 from native.tensor_parallel import VocabEmbedding, enter_tp, vocab_cross_entropy
-from t5bench.model.layout import share
+from t5bench.costmodel.layout import share
 
 
 class GPT(nn.Module):

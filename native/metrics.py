@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from native.parallel import Mesh
-from t5bench.model.flops import flops_per_iteration
-from t5bench.model.job import Architecture
-from t5bench.model.parameters import parameters
+from t5bench.costmodel.flops import flops_per_iteration
+from t5bench.costmodel.job import Architecture
+from t5bench.costmodel.parameters import parameters
 
 MEBIBYTE = 1 << 20
 

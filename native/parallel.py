@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from t5bench.model.layout import coordinates
+from t5bench.costmodel.layout import coordinates
 
 # Keeps the seeds of the tensor-parallel ranks' shared dropout apart from those of single processes.
 SHARED_SEEDS = 1 << 32

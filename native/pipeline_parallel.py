@@ -15,14 +15,14 @@ from native.data import Batch
 from native.data_parallel import TorchTrainer, mean_loss
 from native.parallel import Axis, Mesh, Tied
 from native.zero_bubble import WeightGradients
-from t5bench.model.layout import rank_at
-from t5bench.model.schedule import order
+from t5bench.costmodel.layout import rank_at
+from t5bench.costmodel.schedule import order
 
 
 class PipelineTrainer(TorchTrainer):
     """Stages on separate processes, with data and tensor parallelism within each.
 
-    A stage does the steps of t5bench.model.schedule.order(), from which the time of an iteration is predicted, too. A
+    A stage does the steps of t5bench.costmodel.schedule.order(), from which its time is also predicted. A
     step waits for what it needs from a neighbour, never for what it sends. Under the interleaved schedule a stage has
     several parts of the model, and what the last stage sends forward goes to the first. Under the zero-bubble schedule
     it computes gradients of weights in steps of their own.

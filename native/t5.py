@@ -15,7 +15,7 @@ from native.layers import Embedding, Stack
 from native.parallel import Axis, Mesh, Tied
 from native.precision import cast
 from native.tensor_parallel import VocabEmbedding, enter_tp, sliced, vocab_cross_entropy
-from t5bench.model.layout import share
+from t5bench.costmodel.layout import share
 
 
 class T5(nn.Module):

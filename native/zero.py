@@ -12,7 +12,7 @@ from native.data_parallel import TorchTrainer, make_optimizer
 from native.model import build, initialise
 from native.parallel import Mesh
 from t5bench import Problem
-from t5bench.model.job import REDUCE_ONCE_RELEASE
+from t5bench.costmodel.job import REDUCE_ONCE_RELEASE
 
 
 class ZeroTrainer(TorchTrainer):

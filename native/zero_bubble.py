@@ -3,7 +3,7 @@
 A backward pass computes the gradient of a stage's input, for which the stage before waits, and the gradients of its
 weights, for which nobody waits until the iteration ends. Here the linear layers leave out the second half and keep what
 it needs: their input and the gradient of their output. The stage computes it in steps of their own, most of them while
-it would have to wait (order() in t5bench/model/schedule.py).
+it would have to wait (order() in t5bench/costmodel/schedule.py).
 
 Everything else gets its gradient at once: biases, norms and embeddings take little time. The head would have to keep
 the gradient of the logits, the largest of all tensors; and its words can be an embedding of the same stage, whose
@@ -22,7 +22,7 @@ from torch.profiler import record_function
 from native.parallel import Mesh
 from native.precision import cast
 from native.tensor_parallel import ColumnLinear, RowLinear
-from t5bench.model.schedule import WEIGHT_STEP, puts_off_weights
+from t5bench.costmodel.schedule import WEIGHT_STEP, puts_off_weights
 
 
 class PutOff(NamedTuple):

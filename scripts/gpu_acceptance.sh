@@ -50,11 +50,11 @@ export PYTHON ENGINES STRATEGIES MICRO_BATCH_SIZES MINUTES MEGATRON_DIR RESULTS_
 case ${1:-} in
   --pack)
     [[ -n ${2:-} ]] || die "--pack needs a file" "bash scripts/gpu_acceptance.sh --pack outputs/bundle.tar.xz"
-    python_module t5bench.acceptance.bundle pack "$(realpath -m -- "$2")"
+    python_module t5bench.tools.acceptance.bundle pack "$(realpath -m -- "$2")"
     exit
     ;;
   '' | --rehearse) [[ -z ${2:-} ]] || die "unknown argument '$2'" "See bash scripts/gpu_acceptance.sh --help" ;;
   *) die "unknown argument '$1'" "See bash scripts/gpu_acceptance.sh --help" ;;
 esac
 cd -- "$REPO_ROOT"
-exec "$PYTHON" -m t5bench.acceptance "$SECONDS" "$@"
+exec "$PYTHON" -m t5bench.tools.acceptance "$SECONDS" "$@"

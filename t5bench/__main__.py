@@ -13,35 +13,62 @@ from types import ModuleType
 
 from t5bench import EXIT_CONFIGURATION, REPOSITORY, Problem, discard, note
 
-# Each command's module, and the line that --help shows. Only the chosen command's module is imported: the recorder
-# starts with every launch and must not wait for the libraries that draw pages.
-COMMANDS = {
-    "record": ("t5bench.run.recorder", "write a node's record of a run from its output (the launchers call this)"),
-    "collect": ("t5bench.record.collect", "gather the parts of a run from its nodes"),
-    "compare": ("t5bench.report.command", "compare runs: a table and a page"),
-    "explain": ("t5bench.profile.explain", "show where a profiled iteration's time went, and what slows the run down"),
-    "parity": ("t5bench.compare.parity", "check whether runs trained the same model: pass or fail for each"),
-    "parity-check": ("t5bench.sweep.parity_check", "train every strategy with one recipe, then check parity"),
-    "strategies": ("t5bench.plan.launchers", "list the strategies, in the order of their ports"),
-    "settings": ("t5bench.plan.settings", "print docs/settings.md, the page of all settings"),
-    "sweep": ("t5bench.sweep.command", "run strategies one after another, then compare them"),
-    "reshape": ("t5bench.convert.reshape", "convert a run's checkpoint to another tensor- or pipeline-parallel size"),
-    "export": ("t5bench.convert.export", "export a run's model for Hugging Face's libraries"),
-    "import": ("t5bench.convert.importing", "turn a Hugging Face model into a Megatron-DeepSpeed checkpoint"),
-    "generate": ("t5bench.convert.generate", "let a run's model continue a prompt (GPT) or fill its gaps (T5)"),
-    "evaluate": ("t5bench.convert.evaluate", "compute a run's validation loss, and a GPT's WikiText and LAMBADA"),
-    "ledger": ("t5bench.ledger.command", "train each strategy under many DeepSpeed releases, to see which are right"),
-    "cluster": ("t5bench.cluster.check", "check whether the nodes can run together"),
-    "predict": ("t5bench.predict.command", "predict what each strategy will cost in memory, bytes and time"),
-    "layouts": ("t5bench.predict.layouts", "rank every layout of a model on a number of GPUs by predicted time"),
-    "ranks": ("t5bench.predict.ranks", "show which rank is where, and every process group"),
-    "pack": ("t5bench.package.pack", "pack a comparison with its records into one file that others can verify"),
-    "verify": ("t5bench.package.verify", "recompute every figure of a packed comparison from its logs"),
-    "history": ("t5bench.package.history", "show the same rows across commits, releases and drivers, and scaling"),
-    "prepare-data": ("t5bench.corpus.prepare", "prepare the corpus (scripts/prepare_xsum_megatron.sh calls this)"),
-    "merge-data": ("t5bench.corpus.merge", "merge several indexed datasets into one"),
-    "wandb": ("t5bench.report.wandb_report", "upload a comparison to its W&B project"),
+# What --help shows: the groups, and of each command its module in t5bench and its line. Only the chosen command's
+# module is imported: the recorder starts with every launch and must not wait for the libraries that draw pages.
+GROUPS = {
+    "run and compare": {
+        "strategies": ("plan.launchers", "list the strategies, in the order of their ports"),
+        "sweep": ("sweep.command", "run strategies one after another, then compare them"),
+        "compare": ("report.command", "compare runs: a table and a page"),
+        "explain": (
+            "t5bench.profile.explain",
+            "show where a profiled iteration's time went, and what slows a run down",
+        ),
+        "parity": ("compare.parity", "check whether runs trained the same model: pass or fail for each"),
+        "parity-check": ("sweep.parity_check", "train every strategy with one recipe, then check parity"),
+        "history": ("tools.verify.history", "compare results across commits, library releases and drivers"),
+        "pack": (
+            "t5bench.tools.verify.pack",
+            "pack a comparison with its records into one file that others can verify",
+        ),
+        "verify": ("tools.verify.verify", "recompute every figure of a packed comparison from its logs"),
+        "wandb": ("report.wandb_report", "upload a comparison to its W&B project"),
+    },
+    "before you run": {
+        "predict": ("tools.predict.command", "predict what each strategy will cost in memory, bytes and time"),
+        "layouts": (
+            "t5bench.tools.predict.layouts",
+            "rank every layout of a model on a number of GPUs by predicted time",
+        ),
+        "ranks": ("tools.predict.ranks", "show which rank is where, and every process group"),
+        "cluster": ("tools.nodes.check", "check whether the nodes can run together"),
+        "prepare-data": ("corpus.prepare", "prepare the corpus (scripts/prepare_xsum_megatron.sh calls this)"),
+        "merge-data": ("corpus.merge", "merge several indexed datasets into one"),
+    },
+    "what you trained": {
+        "generate": (
+            "t5bench.tools.convert.generate",
+            "let a run's model continue a prompt (GPT) or fill its gaps (T5)",
+        ),
+        "evaluate": (
+            "tools.convert.evaluate",
+            "compute a run's validation loss; for a GPT also perplexity on WikiText and accuracy on LAMBADA",
+        ),
+        "reshape": (
+            "t5bench.tools.convert.reshape",
+            "convert a checkpoint to another tensor- or pipeline-parallel size",
+        ),
+        "export": ("tools.convert.export", "export a run's model for Hugging Face's libraries"),
+        "import": ("tools.convert.importing", "turn a Hugging Face model into a Megatron-DeepSpeed checkpoint"),
+    },
+    "for maintainers": {
+        "ledger": ("tools.ledger.command", "test which DeepSpeed releases train each strategy correctly"),
+        "settings": ("plan.settings", "print docs/generated/settings.md, the page of all settings"),
+        "record": ("run.recorder", "write a node's record of a run (the launchers call this)"),
+        "collect": ("record.collect", "gather the parts of a run from its nodes"),
+    },
 }
+COMMANDS = {name: command for commands in GROUPS.values() for name, command in commands.items()}
 # These still work.
 FORMER_NAMES = {"merge": "reshape", "plan": "layouts", "layout": "ranks"}
 
@@ -64,17 +91,36 @@ def with_the_name_of_today(words: Sequence[str]) -> list[str]:
     return [name, *words[1:]]
 
 
+def list_of_commands() -> str:
+    """The commands in their groups, for --help."""
+    width = max(map(len, COMMANDS))
+    lines = []
+    for title, commands in GROUPS.items():
+        lines += ["", f"{title}:"]
+        for name, (_, summary) in commands.items():
+            lines.append(f"  {name:{width}}  {summary}")
+    return "\n".join(lines)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     words = with_the_name_of_today(sys.argv[1:] if arguments is None else arguments)
-    parser = argparse.ArgumentParser(prog="python -m t5bench", description="Plans, checks and compares training runs.")
+    parser = argparse.ArgumentParser(
+        prog="python -m t5bench",
+        usage="python -m t5bench COMMAND [arguments]",
+        description=f"Plans, checks and compares training runs.\n{list_of_commands()}",
+        epilog="python -m t5bench COMMAND --help explains a command.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     if isinstance(sys.stdout, TextIOWrapper) and sys.stdout.encoding != "utf-8":  # which lacks some characters
         sys.stdout.reconfigure(errors="replace")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(
+        prog="python -m t5bench", dest="command", required=True, metavar="COMMAND", help=argparse.SUPPRESS
+    )
     try:
         for name, (module_name, summary) in COMMANDS.items():
-            command = commands.add_parser(name, help=summary, description=summary)
+            command = commands.add_parser(name, description=summary)
             if words[:1] == [name]:
-                module = imported(module_name)
+                module = imported(f"t5bench.{module_name}")
                 command.set_defaults(execute=module.run)
                 if hasattr(module, "add_arguments"):
                     module.add_arguments(command)

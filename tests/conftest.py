@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 from filelock import FileLock
-from harness import REPO_ROOT, STRATEGIES, Project, make_project
 from hypothesis import settings
 from real_runs import CLONE, EXACT, WATCHED, run_quickstart, train
+from support import REPO_ROOT, STRATEGIES, Project, make_project
 
 # Tests run at the same time, and a library's threads that wait for each other by spinning would slow all of them down
 # many times over. A test may set its own number of threads.
@@ -141,11 +141,11 @@ def megatron_runs(once: Once, megatron_dir: Path, sample_data: Path) -> Path:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """For several test processes: a file's tests stay together, for their fixtures train, but for those that are done
-    once for each engine; so does tests/cluster, which waits more than it computes. Groups with slow tests come first,
-    so that no process works alone at the end: of these, each engine's first group, which trains what others read, and
-    these others last. Then the cluster, whose time limits do not suit the busiest minutes."""
+    once for each engine; so does tests/tools/nodes, which waits more than it computes. Groups with slow tests come
+    first, so that no process works alone at the end: of these, each engine's first group, which trains what others
+    read, and these others last. Then the cluster, whose time limits do not suit the busiest minutes."""
     skip_long_tests(items)
-    cluster, of, rank, first = REPO_ROOT / "tests" / "cluster", dict[pytest.Item, str](), dict[str, int](), {}
+    cluster, of, rank, first = REPO_ROOT / "tests" / "tools" / "nodes", dict[pytest.Item, str](), dict[str, int](), {}
     trains, slow, reads, is_cluster, fast = range(5)
     for item in items:
         engine = item.callspec.params.get("engine", "") if hasattr(item, "callspec") else ""

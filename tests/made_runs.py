@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from t5bench.model.flops import flops_per_iteration
-from t5bench.model.job import Architecture
+from t5bench.costmodel.flops import flops_per_iteration
+from t5bench.costmodel.job import Architecture
 from t5bench.record import files, records
 from t5bench.record.checkpoints import Checkpoints
 from t5bench.record.command import script

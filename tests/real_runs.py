@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from harness import REPO_ROOT, processes_with
+from support import REPO_ROOT, processes_with
 
 from t5bench.plan.ports import free_port
 from t5bench.record.records import Run, load

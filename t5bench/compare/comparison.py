@@ -14,7 +14,7 @@ from t5bench.compare.comparable import compared, differing, gpu_names, show
 from t5bench.compare.repeats import FEWEST_REPEATS, against_the_fastest, excludes_one, ran_in_one_order, ratio
 from t5bench.compare.rows import Measured, Row, distinctions, group_runs, labels, limits, make_row
 from t5bench.compare.statistics import Estimate
-from t5bench.model import time
+from t5bench.costmodel import time
 from t5bench.record.records import Run
 from t5bench.record.samples import Observations
 from t5bench.text import processes

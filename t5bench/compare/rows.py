@@ -15,10 +15,10 @@ from t5bench.compare.comparable import NOT_GIVEN, compared, differing, gpu_names
 from t5bench.compare.parity import UNKNOWN, Parity, curve
 from t5bench.compare.repeats import FEWEST_REPEATS, Repeat, of_repeats
 from t5bench.compare.statistics import Estimate
-from t5bench.model import flops, time
-from t5bench.model.job import Job, Zero
-from t5bench.model.machine import device_of, peak_tflops
-from t5bench.model.prediction import Prediction, machine_of
+from t5bench.costmodel import flops, time
+from t5bench.costmodel.job import Job, Zero
+from t5bench.costmodel.machine import device_of, peak_tflops
+from t5bench.costmodel.prediction import Prediction, machine_of
 from t5bench.record import samples
 from t5bench.record.reader import seconds
 from t5bench.record.records import Run

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from t5bench import REPOSITORY
 from t5bench.corpus.index import SPLIT
-from t5bench.model.layout import Layout
-from t5bench.model.schedule import INTERLEAVED, ONE_F_ONE_B
+from t5bench.costmodel.layout import Layout
+from t5bench.costmodel.schedule import INTERLEAVED, ONE_F_ONE_B
 from t5bench.plan.draft import Draft
 from t5bench.plan.families import family_of
 from t5bench.record.plan import Arguments

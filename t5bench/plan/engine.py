@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from t5bench import REPOSITORY, Problem
-from t5bench.model.job import REDUCE_ONCE_RELEASE
-from t5bench.model.layout import Layout
+from t5bench.costmodel.job import REDUCE_ONCE_RELEASE
+from t5bench.costmodel.layout import Layout
 from t5bench.plan.draft import Draft
 from t5bench.plan.releases import ask_ledger
 from t5bench.record.ds_config import check_strategy

@@ -4,10 +4,10 @@ import os
 from pathlib import Path
 
 from t5bench.corpus.index import read_record
-from t5bench.model.job import Job, padded
-from t5bench.model.machine import GIB, Device, device_of
-from t5bench.model.parameters import parameters
-from t5bench.model.prediction import Prediction, machine_of
+from t5bench.costmodel.job import Job, padded
+from t5bench.costmodel.machine import GIB, Device, device_of
+from t5bench.costmodel.parameters import parameters
+from t5bench.costmodel.prediction import Prediction, machine_of
 from t5bench.plan.families import FAMILIES
 from t5bench.record.gpus import visible_gpus
 from t5bench.record.plan import Plan

@@ -1,9 +1,9 @@
 """Which device and how many processes a run takes, and how they divide the work."""
 
 from t5bench import Problem
-from t5bench.model.job import Architecture, beyond_native
-from t5bench.model.layout import Layout, balanced_split
-from t5bench.model.schedule import GATHERED_AGAIN, INTERLEAVED, ONE_F_ONE_B, ZERO_BUBBLE, interleaving_fault
+from t5bench.costmodel.job import Architecture, beyond_native
+from t5bench.costmodel.layout import Layout, balanced_split
+from t5bench.costmodel.schedule import GATHERED_AGAIN, INTERLEAVED, ONE_F_ONE_B, ZERO_BUBBLE, interleaving_fault
 from t5bench.plan.draft import Draft
 from t5bench.plan.families import family_of
 from t5bench.record.gpus import GpuInventory, visible_gpus

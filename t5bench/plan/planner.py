@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from t5bench import Problem
-from t5bench.model.layout import Layout
+from t5bench.costmodel.layout import Layout
 from t5bench.plan import command, place, topology
 from t5bench.plan.draft import Draft
 from t5bench.plan.engine import SERIES, check_engine, check_locks, check_packages, effective_config, offload_device

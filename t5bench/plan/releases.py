@@ -1,4 +1,4 @@
-"""Whether the installed release of DeepSpeed trains a strategy correctly, by the ledger (docs/ledger.md)."""
+"""Whether the installed release of DeepSpeed trains a strategy correctly, by the ledger (docs/generated/ledger.md)."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,5 +1,5 @@
 """The values of a run's settings: from the environment, and from engine arguments after ``--``. What ``--help`` prints,
-and docs/settings.md, which ``python -m t5bench settings`` prints."""
+and docs/generated/settings.md, which ``python -m t5bench settings`` prints."""
 
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -182,7 +182,7 @@ def help_lines(declarations: Sequence[Declaration], defaults: Mapping[str, str])
 
 
 def run(_: object) -> int:
-    """Prints docs/settings.md: all settings of a launcher as tables."""
+    """Prints docs/generated/settings.md: all settings of a launcher as tables."""
     like = {"strategy": "<strategy>", "port": STRATEGY_SPECIFIC, "tp": STRATEGY_SPECIFIC, "pp": STRATEGY_SPECIFIC}
     defaults = default_values(DEFAULT_FAMILY, DEFAULT_PRESET, gpus_per_node="", **like)
     print("# Settings\n\nSet these in the environment; a launcher's `--help` shows its defaults.")

@@ -11,8 +11,8 @@ from functools import cached_property
 from pathlib import Path
 
 from t5bench import Problem, note
-from t5bench.model import schedule, time
-from t5bench.model.job import Job
+from t5bench.costmodel import schedule, time
+from t5bench.costmodel.job import Job
 from t5bench.profile import parts as profile
 from t5bench.profile.parts import AXES, BUBBLE, DATA, HOST, LOGGING, SENDING, WAITING
 from t5bench.profile.rank import BACKWARD, COMPUTING, FORWARD, OWN_WORK, Rank

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, record_function
 
-from t5bench.model.layout import coordinates
+from t5bench.costmodel.layout import coordinates
 from t5bench.profile import parts as profile
 from t5bench.profile import timeline
 from t5bench.profile.spent import MainThread, Parts, between, main_thread, processor

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from t5bench.model.schedule import WEIGHT_STEP
+from t5bench.costmodel.schedule import WEIGHT_STEP
 from t5bench.profile import parts as profile
 from t5bench.profile.parts import AXES, PARTS, SENDING
 

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from t5bench.compare.rows import prediction_of
-from t5bench.model import time
-from t5bench.model.machine import Machine
-from t5bench.model.prediction import Prediction
+from t5bench.costmodel import time
+from t5bench.costmodel.machine import Machine
+from t5bench.costmodel.prediction import Prediction
 from t5bench.record.records import Run
 
 GIGABITS = (1, 10, 25, 100, 400, 800)  # links that one can buy, per second

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from t5bench.model.job import Architecture
+from t5bench.costmodel.job import Architecture
 from t5bench.record.files import write_whole
 from t5bench.record.plan import Plan
 

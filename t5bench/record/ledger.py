@@ -1,4 +1,4 @@
-"""What the ledger says of a release of DeepSpeed: docs/ledger.json, which ``python -m t5bench ledger`` writes."""
+"""What the ledger says of a release of DeepSpeed. ``python -m t5bench ledger`` writes it."""
 
 import json
 import re
@@ -9,7 +9,7 @@ from typing import Any
 
 from t5bench import REPOSITORY
 
-DATA = REPOSITORY / "docs" / "ledger.json"
+DATA = REPOSITORY / "docs" / "generated" / "ledger.json"
 RIGHT = "right"
 WRONG = "wrong"
 UNKNOWN = "not measured"
@@ -139,4 +139,5 @@ def _describe(cell: Mapping[str, Any]) -> str:
         return f"{cell['verdict']} there with torch {cell['torch']}: {cell['sentence']}"
     size = f"by up to {cell['times']:,.0f} times the bound" if cell["times"] else "by something that is not a number"
     other = "one process's" if cell["strategy"] == "ddp" else "DDP's"
-    return f"its {cell['quantity']} differs from {other} from iteration {cell['iteration']} on, {size} (docs/ledger.md)"
+    found = f"its {cell['quantity']} differs from {other} from iteration {cell['iteration']} on, {size}"
+    return f"{found} (docs/generated/ledger.md)"

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from t5bench import Problem
-from t5bench.model.machine import Link
+from t5bench.costmodel.machine import Link
 
 MAKE_IT = "Make it with: bash scripts/check_cluster.sh --network FILE node0 node1"
 

@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from t5bench import Problem
-from t5bench.model.layout import Layout
+from t5bench.costmodel.layout import Layout
 from t5bench.record.files import RecordError
 from t5bench.record.settings import PRECISIONS, ROLES, TOGETHER, RoleName
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 import msgspec
 from msgspec import Meta, Struct
 
-from t5bench.model.job import Architecture, Zero
+from t5bench.costmodel.job import Architecture, Zero
 from t5bench.record import log
 from t5bench.record.checkpoints import RESHAPED_FROM
 from t5bench.record.files import METRICS, RecordError, exists, read

@@ -20,7 +20,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from t5bench.model.job import Architecture
+from t5bench.costmodel.job import Architecture
 from t5bench.record import reader
 from t5bench.record.files import METRICS, RecordError, check_seal, exists, read, write_json
 from t5bench.record.log import Evaluation, Iteration, PeakMemory

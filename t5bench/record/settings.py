@@ -1,7 +1,7 @@
 """The settings of a run, declared once: name, kind, role, engine argument, default and meaning.
 
 Every setting is an environment variable. A launcher's plan gives each a value; a record keeps the values with their
-roles. docs/settings.md is printed from this table (``python -m t5bench settings``).
+roles. docs/generated/settings.md is printed from this table (``python -m t5bench settings``).
 """
 
 import os
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from t5bench import REPOSITORY
-from t5bench.model.schedule import ONE_F_ONE_B, SCHEDULES
+from t5bench.costmodel.schedule import ONE_F_ONE_B, SCHEDULES
 
 # Of a setting: so that the product of two whole numbers fits into the 64 bits of the engines, and fp32's range.
 MOST_WHOLE = 10**9 - 1

@@ -17,7 +17,7 @@ from t5bench.compare.comparison import Comparison
 from t5bench.compare.interval import CONFIDENCE
 from t5bench.compare.rows import MARK_OF_ALONE, Row, bytes_text
 from t5bench.compare.statistics import Estimate, Timing
-from t5bench.model.parameters import parameters
+from t5bench.costmodel.parameters import parameters
 from t5bench.profile.parts import BUBBLE, Profile, read_profile, shares
 from t5bench.record.files import PROFILE, RecordError
 from t5bench.record.records import Run

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
-from harness import REPO_ROOT
+from support import REPO_ROOT
 
 SAMPLE = REPO_ROOT / "megatron_data" / "sample"
 ARTICLES = [json.loads(line)["document"] for line in (SAMPLE / "articles.jsonl").read_text().splitlines()]

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from corpus_files import ARTICLES, SAMPLE, texts_of, write_jsonl
-from harness import write_data_record, write_indexed_dataset
+from support import write_data_record, write_indexed_dataset
 
 from t5bench import Problem
 from t5bench.__main__ import main

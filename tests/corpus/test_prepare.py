@@ -17,7 +17,7 @@ import corpus_files as corpus
 import pyarrow
 import pytest
 from corpus_files import ROWS, SAMPLE, TEXTS, assert_refused, snapshot, texts_of
-from harness import Project, wait_for
+from support import Project, wait_for
 
 from t5bench import Problem
 from t5bench.corpus.checksum import tokenizer_checksum

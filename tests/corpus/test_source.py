@@ -13,7 +13,7 @@ import corpus_files as corpus
 import numpy as np
 import pytest
 from corpus_files import in_parquet, texts_of, write_jsonl
-from harness import REPO_ROOT, write_indexed_dataset
+from support import REPO_ROOT, write_indexed_dataset
 
 from t5bench import Problem
 from t5bench.__main__ import main

@@ -8,8 +8,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from harness import REPO_ROOT
 from real_runs import environment, make_clone
+from support import REPO_ROOT
 
 # The beginning of a command, and the file of tests that runs it, which contains the command's last word.
 TESTED = {
@@ -19,10 +19,10 @@ TESTED = {
     "bash scripts/run_megatron_t5_all.sh": "sweep/test_run_all.py",
     "bash scripts/run_megatron_t5_ddp.sh": "plan/test_launchers.py",
     "bash scripts/run_megatron_t5_hybrid.sh": "engines/test_gpt.py",
-    "bash scripts/run_megatron_t5_zero1.sh": "harness.py",
+    "bash scripts/run_megatron_t5_zero1.sh": "support.py",
     "bash scripts/run_megatron_t5_zero2.sh": "profile/test_explain.py",
     "bash scripts/run_megatron_t5_zero3.sh": "engines/test_engines.py",
-    "bash scripts/run_megatron_t5_zero3_offload.sh": "harness.py",
+    "bash scripts/run_megatron_t5_zero3_offload.sh": "support.py",
     "bash scripts/run_megatron_t5_fsdp2.sh": "engines/test_engines.py",
     "bash scripts/run_megatron_t5_tensor.sh": "convert/test_reshape.py",
     "bash scripts/run_megatron_t5_pipeline.sh": "engines/test_gpt.py",
@@ -54,7 +54,7 @@ TESTED = {
 UNTESTED = {
     "python -m pytest": "it runs the tests",
     "bash scripts/run_tests.sh": "it runs the tests",
-    "bash tests/cluster/lab/cluster.sh packages": "it installs system packages",
+    "bash tests/tools/nodes/lab/cluster.sh packages": "it installs system packages",
     "git clone": "it needs the network",
     "git checkout": "it follows a clone from the network",
     "git diff": "it makes a patch from your own change",
@@ -64,7 +64,7 @@ UNTESTED = {
     "sha256sum --check": "it is not this project's",
     "python pretrain_gpt.py": "it shows what a launcher replaces",
     "python tests/native/honest_runs.py": "it takes hours",
-    "python -m t5bench ledger": "it installs releases from the package index; tests/ledger runs its parts",
+    "python -m t5bench ledger": "it installs releases from the package index; tests/tools/ledger runs its parts",
     "python -m t5bench.corpus.speed": "it times for minutes, and needs the engine",
 }
 PROGRAMS = "bash|python|pip|git|srun|sha256sum|ds_report"

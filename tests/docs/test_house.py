@@ -2,11 +2,11 @@
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from harness import REPO_ROOT
+from support import REPO_ROOT
 
 from t5bench.record.settings import BY_NAME
 
@@ -14,21 +14,29 @@ MOST_SETTINGS_IN_A_LIST = 2
 HOUSE = (REPO_ROOT / "docs" / "house.md").read_text()
 ROOMS = {
     match[1]: set(re.split(r",\s*", match[2])) - {""}
-    for match in re.finditer(r"^\| `(?:t5bench/)?(\w+)` \|[^|]*\| ?([^|]*?) ?\|$", HOUSE, re.MULTILINE)
+    for match in re.finditer(r"^\| `(?:t5bench/)?([\w/]+)` \|[^|]*\| ?([^|]*?) ?\|", HOUSE, re.MULTILINE)
 }
+TOOLS = {room for room in ROOMS if room.startswith("tools/")}
+GROUND = {"costmodel", "costmodel/evidence"}
 
 
 def modules() -> list[Path]:
     return sorted(path for folder in ("t5bench", "native", "docs") for path in (REPO_ROOT / folder).rglob("*.py"))
 
 
-def room_of(path: Path) -> str:
-    parts = path.relative_to(REPO_ROOT).parts
-    return parts[1] if parts[0] == "t5bench" and len(parts) > 2 else parts[0]
+def room_of(parts: Sequence[str]) -> str:
+    """The room of a module's dotted name, or of a file's path, in its parts; ``t5bench`` for the package itself."""
+    if parts[0] != "t5bench":
+        return parts[0]
+    for depth in (3, 2):
+        room = "/".join(parts[1:depth])
+        if room in ROOMS:
+            return room
+    return "t5bench"
 
 
-def imported(tree: ast.AST) -> Iterator[str]:
-    """The rooms that a module imports from, and ``t5bench`` for the package itself."""
+def imported_modules(tree: ast.AST) -> Iterator[str]:
+    """The dotted names that a module imports from this repository."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module:
             names = [f"{node.module}.{alias.name}" for alias in node.names]
@@ -36,13 +44,7 @@ def imported(tree: ast.AST) -> Iterator[str]:
             names = [alias.name for alias in node.names]
         else:
             continue
-        for name in names:
-            first, _, rest = name.partition(".")
-            if first == "t5bench":
-                room = rest.partition(".")[0]
-                yield room if room in ROOMS else "t5bench"
-            elif first == "native":
-                yield "native"
+        yield from (name for name in names if name.split(".")[0] in ("t5bench", "native"))
 
 
 # What it prints is read by a program here, which decodes it as JSON; its error goes through the reader's own door.
@@ -64,8 +66,8 @@ def test_whatever_is_started_prints_through_the_door_for_text():
 
 
 def test_the_table_names_every_room():
-    found = {path.name for path in (REPO_ROOT / "t5bench").iterdir() if (path / "__init__.py").exists()}
-    assert ROOMS.keys() == found | {"native"}
+    found = {str(path.parent.relative_to(REPO_ROOT / "t5bench")) for path in (REPO_ROOT / "t5bench").rglob("*.py")}
+    assert ROOMS.keys() == found - {".", "tools"} | {"native"}
 
 
 def test_imports_go_one_way():
@@ -78,13 +80,22 @@ def test_imports_go_one_way():
         assert room not in reached(room)
 
 
+def test_the_harness_knows_no_tool_and_the_ground_knows_nothing():
+    assert len(TOOLS) > 1
+    for room, imports in ROOMS.items():
+        assert not imports & TOOLS, f"{room} imports a tool"
+    for room in GROUND:
+        assert ROOMS[room] <= {"costmodel"}
+
+
 @pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(REPO_ROOT)))
 def test_a_module_keeps_the_rules_of_the_house(path: Path):
     """Its imports follow the arrows, it leaves the import path alone and has no second list of settings."""
-    room, text, settings = room_of(path), path.read_text(), BY_NAME.keys()
+    room, text, settings = room_of(path.relative_to(REPO_ROOT).parts), path.read_text(), BY_NAME.keys()
     tree = ast.parse(text)
     if room in ROOMS:
-        assert set(imported(tree)) - {room, "t5bench"} <= ROOMS[room], f"what {room} must not import"
+        imports = {room_of(name.split(".")) for name in imported_modules(tree)}
+        assert imports - {room, "t5bench"} <= ROOMS[room], f"what {room} must not import"
     if path.name != "worker.py":  # which starts a program as Python would: from its own directory
         assert not re.search(r"sys\.path(?:\[.*\] *=|\.insert|\.append| *\+?=[^=])", text)
     if path.name in ("settings.py", "scripts.py"):
@@ -93,7 +104,7 @@ def test_a_module_keeps_the_rules_of_the_house(path: Path):
         items = getattr(node, "elts", [])
         # What a setting means for a comparison, a parity check or a resumed run is its role's to say. These rooms
         # choose values for the runs that they start.
-        if isinstance(node, ast.Dict) and room not in ("sweep", "acceptance", "predict", "ledger"):
+        if isinstance(node, ast.Dict) and room not in ("sweep", "tools/acceptance", "tools/predict", "tools/ledger"):
             items = node.keys
         named = [item.value for item in items if isinstance(item, ast.Constant) and item.value in settings]
         assert len(named) <= MOST_SETTINGS_IN_A_LIST, named

@@ -5,7 +5,7 @@ from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
-from harness import REPO_ROOT
+from support import REPO_ROOT
 from test_style import tracked
 
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")

@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from harness import REPO_ROOT, Project
 from made_runs import make_run
+from support import REPO_ROOT, Project
 
 from t5bench.plan.launchers import all_declarations
 from t5bench.plan.ports import free_port
@@ -63,11 +63,11 @@ def test_the_page_of_settings_is_what_the_launchers_declare():
     result = subprocess.run(
         [sys.executable, "-m", "t5bench", "settings"], cwd=REPO_ROOT, capture_output=True, text=True, check=True
     )
-    assert result.stdout == (REPO_ROOT / "docs" / "settings.md").read_text()
+    assert result.stdout == (REPO_ROOT / "docs" / "generated" / "settings.md").read_text()
 
 
 def test_seed_settings_keep_their_names_and_defaults():
-    """Those of the original README; only HOSTS differs, and the README says why. docs/settings.md has the same."""
+    """Those of the original README; only HOSTS differs, and the README says why. The page of settings has the same."""
     section = README[README.index("## Settings") : README.index("## Results")]
     named = re.findall(r"`([A-Z_]{2,})(?:=([^`]*))?`", section)
     defaults = {name: default for name, default in named if default}
@@ -79,7 +79,7 @@ def test_seed_settings_keep_their_names_and_defaults():
     """
     assert dict(word.split("=") for word in original.split()).items() <= defaults.items()
     assert {"HOSTS", "WANDB_API_KEY", "WANDB_RUN_NAME", "MASTER_PORT", "OUTPUT_DIR"} <= {name for name, _ in named}
-    page = (REPO_ROOT / "docs" / "settings.md").read_text()
+    page = (REPO_ROOT / "docs" / "generated" / "settings.md").read_text()
     for name, default in defaults.items():
         assert f"| `{name}` | `{default}` |" in page, name
 

@@ -1,15 +1,15 @@
-"""docs/T5-Parallelism.pdf: it can be drawn, and each formula on it is what t5bench/model computes."""
+"""docs/T5-Parallelism.pdf: it can be drawn, and each formula on it is what t5bench/costmodel computes."""
 
 import re
 from pathlib import Path
 
 import pytest
-from harness import REPO_ROOT
+from support import REPO_ROOT
 
 from docs import make_slides
-from t5bench.model import traffic
-from t5bench.model.job import Parallel
-from t5bench.model.parameters import parameters
+from t5bench.costmodel import traffic
+from t5bench.costmodel.job import Parallel
+from t5bench.costmodel.parameters import parameters
 from t5bench.plan.launchers import declarations
 
 FORMULAS = dict(re.findall(r'^  "(\w+)": \((".*")\),$', (REPO_ROOT / "docs/slides.md").read_text(), re.MULTILINE))

@@ -3,7 +3,7 @@
 import subprocess
 
 import pytest
-from harness import REPO_ROOT
+from support import REPO_ROOT
 
 
 def tracked(*patterns: str) -> list[str]:

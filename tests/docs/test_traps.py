@@ -3,7 +3,7 @@
 import subprocess
 
 import pytest
-from harness import REPO_ROOT
+from support import REPO_ROOT
 
 TRAPS = sorted((REPO_ROOT / "docs" / "traps").glob("*.patch"))
 MISTAKES = (REPO_ROOT / "tests" / "engines" / "mistakes.txt").read_text()

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import NATIVE_STRATEGIES, STRATEGIES
 from real_runs import EXACT, WATCHED, finish, kill, start, train
+from support import NATIVE_STRATEGIES, STRATEGIES
 
 from t5bench.__main__ import main
 from t5bench.record.checkpoints import DEEPSPEED_TRACKER, TRACKER

@@ -9,11 +9,11 @@ from convert.convert_commands import check_logits
 from real_runs import EXACT, finish, start, train
 
 from t5bench.__main__ import main
-from t5bench.convert.checkpoint_file import read_checkpoint_file as read
-from t5bench.convert.shards import Weights, whole_weights
-from t5bench.package.relations import contradictions
 from t5bench.record.checkpoints import TRACKER
 from t5bench.record.records import load
+from t5bench.tools.convert.checkpoint_file import read_checkpoint_file as read
+from t5bench.tools.convert.shards import Weights, whole_weights
+from t5bench.tools.verify.relations import contradictions
 
 pytestmark = pytest.mark.slow
 # 4, 4, 8 and 8 samples: the batch grows after the checkpoint of iteration 2.

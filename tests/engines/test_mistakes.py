@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from harness import REPO_ROOT
 from real_runs import GATE, environment, make_clone, verdicts
+from support import REPO_ROOT
 
 from t5bench.compare.parity import gate
 from t5bench.plan.ports import free_port
@@ -184,7 +184,7 @@ def test_deepspeed_that_trains_on_the_last_micro_batch(planter: Planter):
             "DEEPSPEED_0_17_6 names no folder with that release: "
             "pip install --no-deps --no-build-isolation --target FOLDER deepspeed==0.17.6"
         )
-    path = planter.project / "docs" / "ledger.json"
+    path = planter.project / "docs" / "generated" / "ledger.json"
     ledger = path.read_text()
     path.write_text(json.dumps(json.loads(ledger) | {"cells": []}))
     found, said = planter.check("zero1", "zero2", PYTHONPATH=folder)

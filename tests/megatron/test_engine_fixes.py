@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import REPO_ROOT
 from real_runs import environment
+from support import REPO_ROOT
 
 from t5bench.plan.ports import free_port
 

@@ -5,8 +5,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from harness import REPO_ROOT
 from real_runs import environment
+from support import REPO_ROOT
 
 PATCHES = REPO_ROOT / "patches"
 SERIES = (PATCHES / "series").read_text().split()

@@ -3,8 +3,8 @@
 from argparse import Namespace
 from functools import cache
 
-from harness import REPO_ROOT
 from real_runs import EXACT, TINY, environment
+from support import REPO_ROOT
 
 from native import arguments
 from t5bench.plan import planner

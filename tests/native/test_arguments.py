@@ -3,7 +3,7 @@
 import pytest
 import torch
 from command_lines import parsed, plan
-from harness import REPO_ROOT
+from support import REPO_ROOT
 
 from native import arguments
 

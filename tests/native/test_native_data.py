@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from command_lines import parsed
-from harness import write_indexed_dataset
+from support import write_indexed_dataset
 
 from native import data as native_data
 from native.data import TokenFile, Vocabulary, split_documents

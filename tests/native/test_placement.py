@@ -22,8 +22,8 @@ from native.parallel import Axis, Mesh
 from native.pipeline_parallel import PipelineTrainer
 from native.tensor_parallel import SharedDropout
 from native.trainers import make_trainer
-from t5bench.model import traffic
-from t5bench.model.job import Architecture, FullySharded, Job, Parallel
+from t5bench.costmodel import traffic
+from t5bench.costmodel.job import Architecture, FullySharded, Job, Parallel
 
 GPU, ADAMW, Patch = torch.device("meta"), torch.optim.AdamW, pytest.MonkeyPatch
 

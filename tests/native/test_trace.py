@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import REPO_ROOT
 from real_runs import GATE, TIME_LIMIT, environment, make_clone, train
+from support import REPO_ROOT
 
 from t5bench import Problem
 from t5bench.compare.parity import own_contradictions

@@ -9,7 +9,7 @@ import statistics
 import tempfile
 from pathlib import Path
 
-from harness import make_project
+from support import make_project
 
 ENGINE_FILES = 140  # as many to check as the real engine has
 ATTEMPTS = 9

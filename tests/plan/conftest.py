@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from harness import STRATEGIES, Project, make_project, write_data_record
+from support import STRATEGIES, Project, make_project, write_data_record
 
 from t5bench.plan.planner import plan
 from t5bench.plan.ports import free_port

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from harness import REPO_ROOT
+from support import REPO_ROOT
 
 from t5bench import Problem
 from t5bench.plan import claim

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from harness import Project
+from support import Project
 
 from t5bench import Problem
 from t5bench.plan import engine, toolkit

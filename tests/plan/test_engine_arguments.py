@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from harness import Project
+from support import Project
 
 from t5bench.plan.engine_arguments import parser_of
 

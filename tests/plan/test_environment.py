@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from harness import Project
+from support import Project
 
 from t5bench.plan.environment import rule_for
 from t5bench.plan.ports import free_port

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
-from harness import REPO_ROOT, Project, processes_with, wait_for
+from support import REPO_ROOT, Project, processes_with, wait_for
 
 from t5bench.plan.ports import free_port
 from t5bench.record.plan import Plan, by_name

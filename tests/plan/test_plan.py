@@ -7,11 +7,11 @@ from importlib import util
 from pathlib import Path
 
 import pytest
-from harness import STRATEGIES, Project, write_data_record, write_indexed_dataset
+from support import STRATEGIES, Project, write_data_record, write_indexed_dataset
 
-from t5bench.model.job import Job
-from t5bench.model.machine import DEVICES
-from t5bench.model.prediction import Prediction, machine_of
+from t5bench.costmodel.job import Job
+from t5bench.costmodel.machine import DEVICES
+from t5bench.costmodel.prediction import Prediction, machine_of
 from t5bench.plan.launchers import declarations
 from t5bench.record import ds_config
 from t5bench.record.command import ds_config_text

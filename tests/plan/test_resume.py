@@ -11,10 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from harness import Project, processes_with, wait_for, write_indexed_dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_runs import change, cut_off, made_checkpoints, made_plan, make_run, write_checkpoint
+from support import Project, processes_with, wait_for, write_indexed_dataset
 
 from t5bench import Problem
 from t5bench.plan import channel

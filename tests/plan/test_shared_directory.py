@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from harness import Project, wait_for
 from made_runs import make_run
+from support import Project, wait_for
 
 from t5bench.plan import claim
 from t5bench.plan.ports import free_port

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from harness import REPO_ROOT, write_data_record, write_indexed_dataset
+from support import REPO_ROOT, write_data_record, write_indexed_dataset
 
 from t5bench.corpus.checksum import tokenizer_checksum
 

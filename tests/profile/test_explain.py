@@ -13,9 +13,9 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from harness import wait_for
 from made_runs import RTX_5000_ADA, START, change, make_run, seal, stamp
 from real_runs import environment, train
+from support import wait_for
 
 from t5bench.plan.planner import plan
 from t5bench.profile import parts as profile

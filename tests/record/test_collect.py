@@ -5,8 +5,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from harness import MEMORY, engine_output, record
 from made_runs import change
+from support import MEMORY, engine_output, record
 
 from t5bench.__main__ import main
 from t5bench.record.records import load

@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 import pytest
-from harness import REPO_ROOT
+from support import REPO_ROOT
 
 from t5bench import Problem
 from t5bench.record.ds_config import check_effective, check_strategy

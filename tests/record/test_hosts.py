@@ -1,7 +1,7 @@
 """What may be a host, and what is refused before any program sees it."""
 
 import pytest
-from harness import REPO_ROOT, Project
+from support import REPO_ROOT, Project
 
 from t5bench import Problem
 from t5bench.__main__ import main

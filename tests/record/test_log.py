@@ -6,9 +6,9 @@ import random
 import time
 
 import pytest
-from harness import REPO_ROOT
 from hypothesis import given
 from hypothesis import strategies as st
+from support import REPO_ROOT
 
 from t5bench.record.log import iterations, peak_memory
 from t5bench.record.records import load

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import REPO_ROOT
 from hypothesis import given
 from hypothesis import strategies as st
 from made_runs import make_run
+from support import REPO_ROOT
 
 from t5bench.record.command import quoted
 from t5bench.text import Screen, on_terminal, visible, visible_in

@@ -15,9 +15,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from harness import REPO_ROOT, STRATEGIES
 from made_runs import LARGE, RTX_5000_ADA, make_run, seal
 from real_runs import environment
+from support import REPO_ROOT, STRATEGIES
 
 from t5bench.__main__ import main
 from t5bench.compare.comparison import build

@@ -14,8 +14,8 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-from harness import REPO_ROOT, STRATEGIES
 from made_runs import COLOURS, LARGE, RTX_5000_ADA, START, make_run
+from support import REPO_ROOT, STRATEGIES
 
 from t5bench.__main__ import main
 from t5bench.compare.comparison import Comparison, build

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from harness import ITERATION, MEMORY, REPO_ROOT, Project, engine_output, make_project, processes_with, wait_for
+from support import ITERATION, MEMORY, REPO_ROOT, Project, engine_output, make_project, processes_with, wait_for
 
 from t5bench.plan.ports import free_port
 from t5bench.record.records import load

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from harness import REPO_ROOT, Project, processes_with, wait_for
 from made_runs import made_plan
+from support import REPO_ROOT, Project, processes_with, wait_for
 
 from t5bench.plan.channel import Place
 from t5bench.plan.ports import free_port
@@ -256,7 +256,7 @@ def test_a_run_without_workers_is_ended_after_the_rendezvous(monkeypatch: pytest
 )
 def test_the_hanging_rank_is_named_and_all_leave_their_stacks(project: Project, workers: int, rank: int, end: dict):
     """Either the watchdog ends the run, or a worker that has waited too long for the others, by way of torchrun."""
-    (project.engine / "pretrain_t5.py").write_text((REPO_ROOT / "tests/cluster/stub_trainer.py").read_text())
+    (project.engine / "pretrain_t5.py").write_text((REPO_ROOT / "tests/tools/nodes/stub_trainer.py").read_text())
     project.record_engine()
     project.environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     settings = {"MODEL_PRESET": "tiny", "DEVICE": "cpu", "PRECISION_FLAG": "", "TRAIN_ITERS": "100000"}

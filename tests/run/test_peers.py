@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from harness import wait_for
+from support import wait_for
 
 from t5bench import Problem
 from t5bench.plan import channel

@@ -12,9 +12,9 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
-from harness import MEMORY, Project, record, wait_for
-from harness import engine_output as output
 from made_runs import made_plan
+from support import MEMORY, Project, record, wait_for
+from support import engine_output as output
 from test_faults import recorder_of
 
 from t5bench import Problem

@@ -8,8 +8,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from harness import REPO_ROOT
 from real_runs import environment, make_clone, verdicts
+from support import REPO_ROOT
 
 from t5bench.compare.sensitivity import read
 from t5bench.record.records import load

@@ -5,7 +5,7 @@ import re
 import subprocess
 
 import pytest
-from harness import Project
+from support import Project
 
 NAME, COLOUR = "zero2_offload", "#123456"
 LAUNCHER = f"""#!/usr/bin/env bash

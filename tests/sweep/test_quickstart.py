@@ -5,8 +5,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from harness import NATIVE_STRATEGIES, REPO_ROOT
 from real_runs import environment
+from support import NATIVE_STRATEGIES, REPO_ROOT
 
 
 def test_help_and_wrong_use():

@@ -13,8 +13,8 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
-from harness import STRATEGIES, Project, processes_with, wait_for
 from made_runs import make_run, write_checkpoint
+from support import STRATEGIES, Project, processes_with, wait_for
 
 from t5bench import Problem
 from t5bench.record import collect

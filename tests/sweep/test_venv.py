@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from harness import REPO_ROOT, Project
+from support import REPO_ROOT, Project
 
 BASE = Path(sys.base_prefix) / "bin" / f"python{sys.version_info.major}.{sys.version_info.minor}"
 TORCHRUN = "import sys\nprint(sys.executable, sys.argv[1:])\n"

@@ -1,4 +1,4 @@
-"""Inside the engine, in one process: its parameters, what a forward keeps and the peak are what t5bench/model says."""
+"""In one process of the engine: its parameters, what a forward keeps and the peak are what t5bench/costmodel says."""
 
 from argparse import Namespace
 from unittest.mock import Mock
@@ -13,10 +13,10 @@ from megatron.model import Float16Module, GPTModel, GPTModelPipe, T5Model
 from megatron.model.fused_softmax import FusedScaleMaskSoftmax
 from torch.distributed._tools.mem_tracker import MemTracker
 
-from t5bench.model.job import Architecture, Job, Parallel
-from t5bench.model.machine import MIB
-from t5bench.model.memory import memory_of
-from t5bench.model.parameters import parameters
+from t5bench.costmodel.job import Architecture, Job, Parallel
+from t5bench.costmodel.machine import MIB
+from t5bench.costmodel.memory import memory_of
+from t5bench.costmodel.parameters import parameters
 
 HEADS, MICRO_BATCH, VOCABULARY = 8, 2, 4224
 CUBLAS = 2 * 32 * MIB  # a GPU's

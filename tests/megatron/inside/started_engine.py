@@ -5,7 +5,7 @@ import sys
 import time
 from pathlib import Path
 
-from harness import REPO_ROOT, write_indexed_dataset
+from support import REPO_ROOT, write_indexed_dataset
 
 ENCODER_LENGTH, DECODER_LENGTH, VOCABULARY, HIDDEN, LAYERS, TIME_LIMIT = 32, 16, 4224, 32, 1, 7
 ARGUMENTS = f"""

@@ -1,0 +1,153 @@
+"""What a job costs on a machine: the results of all parts of the cost model."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+from t5bench.costmodel import flops, intervals, schedule, time, traffic
+from t5bench.costmodel.job import Job
+from t5bench.costmodel.machine import GIB, Device, Link, Machine
+from t5bench.costmodel.memory import Memory, memory_of
+from t5bench.costmodel.parameters import parameters
+
+LATENCY = 40e-6  # seconds of a message between nodes
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A job on a machine. backend: "gloo" for CPUs. slower: see time.py; None if it is unknown."""
+
+    job: Job
+    machine: Machine
+    backend: str = "nccl"
+    slower: float | None = 1.0
+    name: str = ""
+
+    @classmethod
+    def of_plan(
+        cls,
+        plan: Any,
+        job: Job,
+        machine: Machine,
+        slower: float | None = 1.0,
+        name: str = "",
+    ) -> "Prediction":
+        """What a plan's job costs on a machine. On a CPU or over an unknown link the time means nothing.
+
+        plan: a ``t5bench.record.plan.Plan``.
+        """
+        return cls(job, machine, plan.backend, slower, name)
+
+    @cached_property
+    def memory(self) -> Memory:
+        """The memory of the fullest GPU."""
+        device = self.machine.device if self.machine.device.memory else None
+        stages = range(self.job.parallel.pipeline)
+        return max((memory_of(self.job, stage, device) for stage in stages), key=lambda found: found.peak)
+
+    @property
+    def memory_bytes(self) -> float:
+        """The memory that the device reports as used at the peak; on a CPU the allocated memory."""
+        return self.memory.in_use if self.machine.device.memory else self.memory.peak
+
+    @cached_property
+    def node_bytes(self) -> Sequence[float]:
+        return traffic.node_bytes(self.job, traffic.rows(self.job), self.backend)
+
+    @cached_property
+    def time(self) -> time.Time | None:
+        return time.iteration(self.job, self.machine, self.backend, self.slower) if self.slower else None
+
+    @cached_property
+    def bubble(self) -> float | None:
+        """The share of an iteration's forward and backward passes in which pipeline stages wait (schedule.py).
+
+        Unequal stages count as they are, and transfers do not. None without a pipeline.
+        """
+        parallel = self.job.parallel
+        if parallel.pipeline == 1:
+            return None
+        passes = [time.stage_seconds(self.job, self.machine.device, stage) for stage in range(parallel.pipeline)]
+        forward = [before.seconds for before, _ in passes]
+        backward = [after.seconds for _, after in passes]
+        m = self.job.micro_batches
+        weights = time.weight_seconds(self.job, self.machine.device)
+        return schedule.idle_share(forward, backward, m, parallel.virtual_stages, parallel.schedule, weights)
+
+    @property
+    def seconds_interval(self) -> tuple[float, float] | None:
+        """Where 90 % of such iterations lie; a calibrated time is a ratio to a measured one. A CPU has no other."""
+        is_calibrated = self.slower != 1
+        if not self.time or not (self.machine.device.memory or is_calibrated):
+            return None
+        return intervals.around(self.time.total, intervals.RATIO if is_calibrated else intervals.TIME)
+
+    @property
+    def memory_interval(self) -> tuple[float, float] | None:
+        """Where 90 % of such peaks lie. None for CPUs."""
+        if not self.machine.device.memory:
+            return None
+        return intervals.around(self.memory_bytes, intervals.MEMORY)
+
+    @property
+    def tflops(self) -> float | None:
+        """The model's TFLOP/s on each GPU, without recomputation."""
+        if not self.time:
+            return None
+        model_flops = flops.flops_per_iteration(self.job.architecture, self.job.global_batch)
+        return model_flops / self.time.total / self.job.parallel.world / 1e12
+
+    @property
+    def mfu(self) -> float | None:
+        """Model FLOP utilisation: the share of the GPU's dense peak; None for a CPU or a precision without a peak."""
+        peak = self.machine.device.peak(self.job.precision) if self.machine.device.memory else None
+        return self.tflops * 1e12 / peak if self.tflops and peak else None
+
+    @property
+    def shortage(self) -> str:
+        """How much memory the job needs, if the device has less."""
+        size, memory = self.memory_bytes, self.machine.device.memory
+        return f"about {size / GIB:.1f} of {memory / GIB:.0f} GiB" if 0 < memory < size else ""
+
+    @property
+    def limit(self) -> str:
+        return f"memory: {self.shortage}" if self.shortage else self.time.limit if self.time else "-"
+
+    def to_json(self) -> dict[str, Any]:
+        job, found = self.job, self.time
+        stages = range(job.parallel.pipeline)
+        model_flops = flops.flops_per_iteration(job.architecture, job.global_batch)
+        return {
+            "strategy": self.name,
+            "job": asdict(job),
+            "micro_batches": job.micro_batches,
+            "parameters": [parameters(job.architecture, job.parallel, stage) for stage in stages],
+            "memory": asdict(self.memory) | {"peak": self.memory.peak, "in_use": self.memory_bytes},
+            "flops": {"model": model_flops, "hardware": flops.hardware_flops(job)},
+            "bytes_sent_by_node": self.node_bytes,
+            "collectives": [asdict(row) for row in traffic.rows(job)],
+            "seconds": found and asdict(found) | {"total": found.total},
+            "intervals": {
+                "level": intervals.LEVEL,
+                "seconds": self.seconds_interval,
+                "memory": self.memory_interval,
+            },
+            "bubble": self.bubble,
+            "tflops_per_gpu": self.tflops,
+            "mfu": self.mfu,
+            "limit": self.limit,
+        }
+
+
+def machine_of(device: Device | None, gigabits: float, per_node: int, latency: float = LATENCY) -> Machine:
+    """Nodes with these GPUs, or with CPUs, and a link of this many Gbit/s between them."""
+    return with_link(device or time.CPU, Link(gigabits * 1e9 / 8, latency), per_node)
+
+
+def with_link(device: Device, between: Link, per_node: int) -> Machine:
+    """Nodes with these GPUs and this link between them."""
+    inside = Link(device.nvlink or device.pcie, 10e-6)
+    if not device.memory:  # Processes of a CPU wait for its cores, whether a message comes from their node or another.
+        inside = Link(5e9, between.latency if between.is_measured else 20e-6)
+    return Machine(device, inside, between, per_node)

@@ -1,0 +1,431 @@
+"""How long an iteration takes: computing, bubble, exposed communication, optimizer, offload and the host.
+
+Times are absolute, from a device's figures, or calibrated: one measured run shows how much slower or faster its machine
+is than these figures, and every other job is scaled in the same way.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import prod
+from typing import NamedTuple
+
+from t5bench.costmodel import schedule
+from t5bench.costmodel.flops import layer_multiply_adds, multiply_adds
+from t5bench.costmodel.job import Job, Zero
+from t5bench.costmodel.machine import Device, Link, Machine
+from t5bench.costmodel.parameters import Stage, layer_shapes, parameters, stage_of
+from t5bench.costmodel.traffic import LAST_WEIGHTS, Row, paths, ring_bytes, rows, steps
+
+# The shares that element-wise operations reach of a memory's bandwidth, and collectives of a link's data rate: round
+# figures from published benchmarks, not fitted. attained.py has what matrix products reach of a GPU's peak.
+ELEMENTS = 0.80
+NETWORK = {"nccl": 0.92, "gloo": 0.97}
+# FlashAttention-2 reaches less of Hopper's peak (FlashAttention-3, https://arxiv.org/abs/2407.08608, abstract).
+FLASH_ON_HOPPER = 0.35
+# gloo's all-gather between two ranks takes this much longer than its bytes, between three or four no longer: measured
+# in tests/tools/nodes's lab from 0.25 to 15 MB at three rates (docs/prediction.md).
+GLOO_PAIR_GATHER = 1.5
+# Operators that a layer dispatches for one micro-batch, forward and backward with the gradients' accumulation (counted
+# with TorchDispatchMode); a third of them forward.
+ENCODER_OPERATORS = 74
+DECODER_OPERATORS = 125
+OTHER_OPERATORS = 60
+NORM_OPERATORS = 3  # a further norm's forward and backward, and its gradient's accumulation
+# For the gradient of one linear layer's weight where a zero-bubble schedule computes it later, counted likewise.
+WEIGHT_OPERATORS = 5
+# Passes of element-wise operations over a layer's tensors in forward, read and written; backward has twice as many.
+# Norms, biases, dropout, residuals: of [tokens, hidden] in each block; of [tokens, ffn]; of attention's scores.
+BLOCK_PASSES = 10
+FFN_PASSES = 4
+SCORE_PASSES = 10
+LOGIT_PASSES = 6
+NORM_PASSES = 2  # of a tensor that has a norm besides its block's first one
+# What Hugging Face's modules (transformers 4.57) add by running operators one by one, counted with TorchDispatchMode:
+# T5LayerNorm, which converts inputs of 2 bytes to 4 and back, and gelu_new. Their attention's passes over its scores,
+# with softmax in fp32. Operators of a layer of T5 v1.1's encoder and decoder in 16 bits.
+EAGER_RMS_NORM = {2: 15, 4: 5}
+EAGER_GELU = 16
+EAGER_SCORES = {2: 15, 4: 6}
+EAGER_OPERATORS = {"huggingface": (139, 211), "autocast": (159, 239)}
+ADDING_PASSES = 3  # over a gradient that is added to those of earlier micro-batches
+LAUNCH = 10e-6  # seconds of an eager operator on the host, on any machine (measured, docs/prediction.md)
+# Adam reads and writes fp32 master, two moments and gradient, and writes the 16-bit copy; norm and clipping read and
+# write the gradient once more.
+OPTIMIZER_BYTES = 40
+# A core and a desktop's memory, used only to be scaled by a measured run.
+CPU = Device("cpu", "", tensor=0.05, vector=0.05, memory=0, bandwidth=10e9, pcie=10e9, ampere=False)
+CPU_ADAM = 1e9  # parameters per second of DeepSpeedCPUAdam on one socket
+# DeepSpeed's Python around every tensor of a micro-batch, in operators: gradient hooks, stage 3's fetching and
+# releasing. Estimated from CPU runs over unlimited links, where ZeRO-2 still takes 10 % and ZeRO-3 8 to 24 % longer.
+HOOK_OPERATORS = {0: 0, 1: 4, 2: 8, 3: 40}
+# FSDP2's for a layer and for the root in a micro-batch: gathering, copying, freeing (counted with TorchDispatchMode;
+# its Python between them is not counted).
+FSDP2_LAYER_OPERATORS = 16
+FSDP2_ROOT_OPERATORS = 13
+# Tensors of a layer around which HOOK_OPERATORS run.
+ENCODER_TENSORS = 12
+DECODER_TENSORS = 20
+OTHER_TENSORS = 4
+
+
+@dataclass(frozen=True)
+class Time:
+    """Seconds of an iteration by purpose."""
+
+    computing: float
+    host: float
+    bubble: float
+    communication: float
+    """What no computing hides."""
+    optimizer: float
+    offload: float
+    hidden: float = 0.0
+    """The rest of the communication."""
+
+    @property
+    def parts(self) -> dict[str, float]:
+        return {name: seconds for name, seconds in vars(self).items() if name != "hidden"}
+
+    @property
+    def total(self) -> float:
+        return sum(self.parts.values())
+
+    @property
+    def limit(self) -> str:
+        """The part that takes longest."""
+        return max(self.parts, key=lambda name: self.parts[name])
+
+
+class Pass(NamedTuple):
+    """A micro-batch's forward or backward on a stage."""
+
+    gpu: float
+    """Seconds."""
+    seconds: float
+    """Including the host."""
+
+
+class Passes(NamedTuple):
+    """Of element-wise operations in a layer's forward pass."""
+
+    block: int
+    """Over [tokens, hidden] in each block."""
+    ffn: float
+    """Over [tokens, ffn]."""
+    scores: int
+    """Over attention's scores, where they are stored."""
+
+
+class Rates(NamedTuple):
+    """What a device reaches in a job's precision."""
+
+    linear: float
+    """FLOP/s of the linear layers' matrix products."""
+    products: float
+    """FLOP/s of attention's and the head's, which fp8 leaves in bf16."""
+    element: float
+    """Seconds per element of an element-wise operation."""
+
+
+def _rates(job: Job, device: Device) -> Rates:
+    def products(precision: str) -> float:
+        peak = device.peak(precision) or device.vector * 1e12  # without tensor cores for it
+        return peak * (device.attained.fp8 if precision == "fp8" else device.attained.products)
+
+    return Rates(
+        linear=products(job.precision),
+        products=products("bf16" if job.precision == "fp8" else job.precision),
+        element=job.element / (device.bandwidth * ELEMENTS),
+    )
+
+
+def _passes(job: Job) -> Passes:
+    a = job.architecture
+    software = job.software
+    ffn = FFN_PASSES * (1.5 if a.gated else 1)
+    if not software.eager:
+        return Passes(BLOCK_PASSES, ffn, SCORE_PASSES)
+    norm = EAGER_RMS_NORM[software.stream or job.element] if a.norm == "rms" else 0
+    gelu = EAGER_GELU if a.gated or a.family == "gpt" else 0
+    scores = SCORE_PASSES if software.softmax else EAGER_SCORES[job.element]
+    return Passes(BLOCK_PASSES + norm, ffn + gelu, scores)
+
+
+@lru_cache(maxsize=65536)
+def _layer_seconds(job: Job, decoder: bool, device: Device) -> tuple[float, float]:
+    """Seconds of one layer: a micro-batch's forward on one GPU, and the share of attention's core."""
+    a = job.architecture
+    t = job.parallel.tensor
+    b = job.micro_batch
+    rates = _rates(job, device)
+    weights, core_products = layer_multiply_adds(a, decoder)
+    n = a.length(decoder)
+    attentions = job.attentions(decoder)
+    start = device.attained.start
+    attention = rates.products
+    if device.hopper:  # longer by what flash attention misses of its share of the multiply-adds
+        share = device.attained.products / FLASH_ON_HOPPER
+        slower = [length * (share if kernel == "flash" else 1) for length, kernel in attentions]
+        attention *= sum(a.attended(decoder)) / sum(slower)
+    # Under autocast the residual stream, norms and softmax are fp32.
+    stream = (job.software.stream or job.element) / job.element
+    softmax = (job.software.softmax or job.element) / job.element
+    each = _passes(job)
+    passes = (1 + len(attentions)) * each.block * n * a.hidden * stream / job.parallel.sequence
+    passes += (each.ffn * n * a.ffn + 2 * n * (a.query + 2 * a.key)) / t
+    passes += _further_norms(job, decoder)
+    scores = sum(a.heads * n * length for length, kernel in attentions if kernel == "unfused")
+    core = 2 * b * core_products / t / attention + each.scores * b * scores * softmax / t * rates.element
+    core += start * sum(2 if kernel == "unfused" else 1 for _, kernel in attentions)
+    # Query, key and value at once, but cross-attention's query apart; the output of each attention; two of the FFN.
+    linear_products = 3 * len(attentions) + 1
+    seconds = 2 * b * weights / t / rates.linear + linear_products * start + b * passes * rates.element + core
+    return seconds, core
+
+
+def _further_norms(job: Job, decoder: bool) -> float:
+    """Passes over the tensors of a sample in a layer that have a norm besides their block's first one."""
+    a = job.architecture
+    n = a.length(decoder)
+    lengths = a.attended(decoder)
+    elements = 0.0
+    if a.post_norms:
+        elements += (1 + len(lengths)) * n * a.hidden / job.parallel.sequence
+    if a.query_key_norms:
+        elements += (len(lengths) * n * a.query + sum(lengths) * a.key) / job.parallel.tensor
+    return NORM_PASSES * elements
+
+
+def stage_seconds(job: Job, device: Device, stage: int, slower: float = 1.0) -> tuple[Pass, Pass]:
+    """A micro-batch's forward and backward on a stage."""
+    a = job.architecture
+    part = stage_of(a, job.parallel, stage)
+    rates = _rates(job, device)
+    # What a layer's time does not depend on, so that each is computed once.
+    one_replica = replace(job.parallel, data=1, pipeline=1, split_rank=None)
+    plain = replace(job, zero=Zero(), global_batch=1, recompute="none", parallel=one_replica)
+    layers_seconds = core_seconds = 0.0
+    for is_decoder, layers in ((False, part.encoder_layers), (True, part.decoder_layers)):
+        if layers:
+            seconds, core = _layer_seconds(plain, is_decoder, device)
+            layers_seconds += layers * seconds
+            core_seconds += layers * core
+    head_seconds = _head_seconds(job, rates) if part.head else 0.0
+    layer_operators = _layer_operators(job, part)
+    recomputed = {"none": 0.0, "selective": core_seconds, "full": layers_seconds}[job.recompute]
+    operators_again = {"none": 0.0, "selective": layer_operators / 18, "full": layer_operators / 3}[job.recompute]
+    operators = layer_operators + _other_operators(job, part)
+
+    # A micro-batch's gradients are added to the earlier ones.
+    adding = parameters(a, job.parallel, stage) * ADDING_PASSES * rates.element
+    forward = layers_seconds + head_seconds
+    backward = 2 * forward + recomputed + adding
+    return (
+        _pass(forward, operators / 3, device, slower),
+        _pass(backward, operators * 2 / 3 + operators_again, device, slower),
+    )
+
+
+def _pass(gpu: float, operators: float, device: Device, slower: float) -> Pass:
+    """A GPU computes while the host launches; on a CPU the two alternate. gpu: seconds by the device's figures."""
+    gpu *= slower
+    host = operators * LAUNCH * slower
+    return Pass(gpu, gpu + host if device.name == CPU.name else max(gpu, host))
+
+
+def weight_seconds(job: Job, device: Device, slower: float = 1.0) -> list[float]:
+    """For each stage, the part of a micro-batch's backward pass that a zero-bubble schedule puts off; none under
+    others."""
+    if job.parallel.schedule != schedule.ZERO_BUBBLE:
+        return []
+    return [_weight_seconds(job, device, stage, slower) for stage in range(job.parallel.pipeline)]
+
+
+def _weight_seconds(job: Job, device: Device, stage: int, slower: float) -> float:
+    """The gradients of the weights of a stage's layers: matrix products that take as long as the forward pass's."""
+    a = job.architecture
+    part = stage_of(a, job.parallel, stage)
+    rates = _rates(job, device)
+    t = job.parallel.tensor
+    gpu = 0.0
+    operators = 0
+    for is_decoder, layers in ((False, part.encoder_layers), (True, part.decoder_layers)):
+        if layers:
+            weights, _ = layer_multiply_adds(a, is_decoder)
+            shapes = [shape for shape in layer_shapes(a, t, is_decoder) if len(shape) == 2]
+            adding = sum(prod(shape) for shape in shapes) * ADDING_PASSES * rates.element
+            starting = len(shapes) * device.attained.start
+            gpu += layers * (2 * job.micro_batch * weights / t / rates.linear + starting + adding)
+            operators += layers * len(shapes) * WEIGHT_OPERATORS
+    return _pass(gpu, operators, device, slower).seconds
+
+
+def _head_seconds(job: Job, rates: Rates) -> float:
+    a = job.architecture
+    t = job.parallel.tensor
+    logits = job.micro_batch * a.output_length * a.padded_vocabulary / t
+    passes = LOGIT_PASSES * (4 / job.element if job.software.casts else 1)
+    return 2 * job.micro_batch * multiply_adds(a)["head"] / t / rates.products + logits * passes * rates.element
+
+
+def _layer_operators(job: Job, part: Stage) -> int:
+    """Operators that the layers of a stage dispatch for one micro-batch, forward and backward."""
+    a = job.architecture
+    alone, with_cross_attention = EAGER_OPERATORS.get(job.engine, (ENCODER_OPERATORS, DECODER_OPERATORS))
+    has_three_blocks = a.cross_attention and not a.merged_attention
+    decoder = with_cross_attention if has_three_blocks else alone
+    norms = (2 if a.post_norms else 0) + (2 if a.query_key_norms else 0)
+    further = NORM_OPERATORS * norms * (part.encoder_layers + part.decoder_layers)
+    return alone * part.encoder_layers + decoder * part.decoder_layers + further
+
+
+def _other_operators(job: Job, part: Stage) -> int:
+    """The head's, and those of what divides the states."""
+    operators = OTHER_OPERATORS if part.head else 0
+    layers = part.encoder_layers + part.decoder_layers
+    if job.fully_sharded:
+        operators += FSDP2_LAYER_OPERATORS * layers + FSDP2_ROOT_OPERATORS
+    hooked = ENCODER_TENSORS * part.encoder_layers + DECODER_TENSORS * part.decoder_layers + OTHER_TENSORS
+    return operators + HOOK_OPERATORS[job.zero.stage] * hooked
+
+
+def collective_seconds(row: Row, job: Job, machine: Machine, backend: str = "nccl") -> float:
+    """One collective, with all groups of its kind busy at the same time."""
+    size, has_inside, leaving = paths(job.parallel, job.architecture.cross_attention)[row.group]
+    sent = ring_bytes(row, size, backend)
+    if (row.kind, size, backend) == ("all-gather", 2, "gloo"):
+        sent *= GLOO_PAIR_GATHER
+    inside = sent / attained(machine.inside, backend) if has_inside else 0.0
+    between = leaving * sent / attained(machine.between, backend)
+    latency = machine.between.latency if leaving else machine.inside.latency
+    return max(inside, between) + steps(row, size, backend) * latency
+
+
+def attained(link: Link, backend: str) -> float:
+    """The bytes per second that collectives reach."""
+    return link.bandwidth if link.is_measured else link.bandwidth * NETWORK[backend]
+
+
+def iteration(job: Job, machine: Machine, backend: str = "nccl", slower: float = 1.0) -> Time:
+    """The seconds of an iteration by purpose, on the busiest stage.
+
+    slower: how many times longer GPUs and hosts take than their figures say.
+    """
+    m = job.micro_batches
+    stages = range(job.parallel.pipeline)
+    passes = [stage_seconds(job, machine.device, stage, slower) for stage in stages]
+    waits = _waits(job, machine, backend, passes, slower)
+    forward = [seconds.seconds + waits.forward[stage] for stage, (seconds, _) in enumerate(passes)]
+    backward = [seconds.seconds + waits.backward[stage] for stage, (_, seconds) in enumerate(passes)]
+    parallel = job.parallel
+    weights = weight_seconds(job, machine.device, slower)
+    whole = schedule.duration(forward, backward, m, waits.transfer, parallel.virtual_stages, parallel.schedule, weights)
+    busiest = max(stages, key=lambda stage: forward[stage] + backward[stage])
+    computing = m * sum(way.gpu for way in passes[busiest])
+    waiting = m * (waits.forward[busiest] + waits.backward[busiest])
+    optimizer, offload = _update_seconds(job, machine.device, slower)
+    return Time(
+        computing=computing,
+        host=m * sum(way.seconds for way in passes[busiest]) - computing,
+        bubble=max(0.0, whole - m * (forward[busiest] + backward[busiest])),
+        communication=waiting + max(waits.once),
+        optimizer=optimizer,
+        offload=offload,
+        hidden=max(waits.hidden),
+    )
+
+
+@dataclass
+class Waits:
+    """Seconds that each stage waits for collectives."""
+
+    forward: list[float]
+    """In every forward pass of a micro-batch."""
+    backward: list[float]
+    once: list[float]
+    """In an iteration."""
+    hidden: list[float]
+    """What it computes meanwhile, in an iteration: it does not wait."""
+    transfer: float = 0.0
+    """From one stage to the next."""
+
+
+def _waits(job: Job, machine: Machine, backend: str, passes: Sequence[tuple[Pass, Pass]], slower: float) -> Waits:
+    m = job.micro_batches
+    stages = len(passes)
+    waits = Waits(forward=[0.0] * stages, backward=[0.0] * stages, once=[0.0] * stages, hidden=[0.0] * stages)
+    overlapped: Counter[tuple[int, str]] = Counter()  # of a stage, what is sent while it computes
+    for row in rows(job):
+        seconds = row.count * collective_seconds(row, job, machine, backend)
+        if row.kind in ("send", "send back"):
+            if job.engine == "megatron":  # whoever sends waits, too (p2p_communication.py)
+                ways = waits.forward if row.kind == "send" else waits.backward
+                for stage in row.stages:
+                    ways[stage] += seconds / m
+            else:
+                waits.transfer = max(waits.transfer, seconds / row.count)
+            continue
+        # PyTorch hides FSDP2's collectives with CUDA's streams; on a CPU each is waited for (_fsdp_collectives.py).
+        is_hidden = row.overlap and not (job.fully_sharded and backend == "gloo")
+        for stage in row.stages:
+            if is_hidden:
+                overlapped[stage, row.overlap] += seconds
+            elif row.when == "each forward":
+                waits.forward[stage] += seconds / m
+            elif row.when == "each backward":
+                waits.backward[stage] += seconds / m
+            else:
+                waits.once[stage] += seconds
+    for (stage, overlap), seconds in overlapped.items():
+        forward, backward = passes[stage]
+        computing = forward.seconds if overlap == "each forward" else backward.seconds
+        if overlap == LAST_WEIGHTS:
+            computing = _weight_seconds(job, machine.device, stage, slower)
+        if overlap.startswith("each"):
+            computing *= m
+        beside = min(seconds, computing)
+        waits.hidden[stage] += beside
+        waits.once[stage] += seconds - beside
+    return waits
+
+
+def _update_seconds(job: Job, device: Device, slower: float) -> tuple[float, float]:
+    """The optimizer's step on its GPU; with offload instead the copies over PCIe and Adam on the CPU."""
+    stages = range(job.parallel.pipeline)
+    count = float(max(parameters(job.architecture, job.parallel, stage) for stage in stages))
+    if job.zero.stage or job.fully_sharded or job.distributed_optimizer:
+        count /= job.parallel.states_over
+    offload = 0.0
+    if job.zero.offload_parameters:
+        # Its part of the parameters comes in, and of the gradients goes out, for every micro-batch.
+        offload = job.micro_batches * 2 * count * job.element / device.pcie
+    if job.zero.offload_optimizer:
+        copies = count * (job.element + 4) / device.pcie
+        return 0.0, (offload + copies + count / CPU_ADAM) * slower
+    return count * OPTIMIZER_BYTES / (device.bandwidth * ELEMENTS) * slower, offload * slower
+
+
+def calibrated(job: Job, machine: Machine, seconds: float, backend: str = "nccl") -> float:
+    """How much slower than its figures a machine is, if this job took the measured seconds on it.
+
+    Raises ValueError if the network alone would take longer.
+    """
+
+    def total(slower: float) -> float:
+        return iteration(job, machine, backend, slower).total
+
+    low = 0.0
+    high = 1.0
+    if total(low) > seconds:
+        raise ValueError(f"sending alone takes {total(low):.3g} s at this link's rate, the iteration {seconds:.3g} s")
+    while total(high) < seconds:
+        high *= 2
+    for _ in range(50):
+        middle = (low + high) / 2
+        if total(middle) < seconds:
+            low = middle
+        else:
+            high = middle
+    return high

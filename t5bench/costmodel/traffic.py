@@ -1,0 +1,529 @@
+"""Every collective of an iteration, and what a node's network interface counts of them.
+
+As the engines do it: Megatron-DeepSpeed at commit 4efb479d (optimizer/optimizer.py, core/tensor_parallel,
+core/pipeline_parallel), DeepSpeed 0.19.8 (runtime/zero), PyTorch 2.13 (distributed/fsdp/_fully_shard) and native/.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import chain, product
+from math import ceil, log2, prod
+
+from t5bench import Problem
+from t5bench.costmodel import buckets
+from t5bench.costmodel.job import BYTES, FullySharded, Job, Parallel, padded
+from t5bench.costmodel.layout import rank_at
+from t5bench.costmodel.parameters import layer_shapes, parameters, stage_of, tensors
+
+# Measured with torch 2.13's gloo over TCP: besides its data a message costs both ends together this much (two headers
+# of 48 bytes, and packets' headers of 66), and the data cost one TCP/IP header per packet of 64 KiB that the interface
+# receives. Links whose cards count packets of 1,500 bytes add 5 % instead.
+MESSAGE = 350
+HEADERS = 0.001
+GLOO_SEGMENT = 2**20
+MOST_RANKS = 100_000
+LAST_WEIGHTS = "last gradients of weights"  # of a zero-bubble schedule, see schedule.order()
+
+
+@dataclass(frozen=True)
+class Row:
+    """A kind of collective: `count` of them an iteration in every `group` of these stages."""
+
+    what: str
+    group: str
+    """A key of groups()."""
+    kind: str
+    """all-reduce, all-gather, reduce-scatter, broadcast; "send" to the next stage, "send back" to the previous one."""
+    count: int
+    bytes: float
+    """Of one: an all-reduce's buffer, all that is gathered or scattered, or a message."""
+    when: str
+    overlap: str = ""
+    """What is computed at the same time; "" if all ranks wait."""
+    stages: tuple[int, ...] = ()
+
+
+def rows(job: Job) -> list[Row]:
+    """All collectives of an iteration, except those in groups of one rank."""
+    stages_of_row: dict[Row, list[int]] = {}
+    for stage in range(job.parallel.pipeline):
+        counts: Counter[Row] = Counter()
+        chunks = job.parallel.chunks_of(stage)
+        tensor_parallel = (row for chunk in chunks for row in _tensor_parallel(job.apart, chunk))
+        undivided = _undivided_gradients(job, stage)  # of all chunks together
+        for row in (*_data_parallel(job, stage), *tensor_parallel, *undivided, *_pipeline(job, stage)):
+            if row.count and row.bytes:
+                kind = replace(row, count=0)
+                counts[kind] += row.count
+        for row, count in counts.items():
+            stages_of_row.setdefault(replace(row, count=count), []).append(stage)
+    return [replace(row, stages=tuple(stages)) for row, stages in stages_of_row.items()]
+
+
+def large_tensors(job: Job, stage: int) -> int:
+    """Elements of all tensors above ZeRO-3's persistence threshold, except the word embedding and the head."""
+    by_part = tensors(job.architecture, job.parallel, stage)
+    sizes = (*by_part["encoder"], *by_part["decoder"], *by_part["embedding"][1:])
+    return sum(size for size in sizes if size > job.zero.persistence_threshold)
+
+
+def _data_parallel(job: Job, stage: int) -> Iterator[Row]:
+    if job.parallel.data == 1:
+        return
+    if job.fully_sharded:
+        yield from _fully_sharded(job, stage, job.fully_sharded)
+        return
+    if job.zero.stage:
+        yield from _zero(job, stage)
+    elif job.engine == "native":
+        yield from _ddp(job, stage)
+    else:
+        yield from _megatron_data_parallel(job, stage)
+    if job.engine == "megatron" and stage == job.parallel.pipeline - 1:
+        yield Row("loss", "data", "all-reduce", job.micro_batches, 4, "each forward")
+
+
+def _ddp(job: Job, stage: int) -> Iterator[Row]:
+    """PyTorch's DistributedDataParallel."""
+    overlap = "" if buckets.casts_come_last(job) else "last backward"
+    if job.parallel.puts_off_weights(stage):
+        overlap = LAST_WEIGHTS
+    when = overlap or "after backward"
+    for size, count in Counter(buckets.ddp_buckets(job, stage)).items():
+        yield Row("gradients", "data", "all-reduce", count, size, when, overlap)
+
+
+def _megatron_data_parallel(job: Job, stage: int) -> Iterator[Row]:
+    """Gradients in one buffer: bf16's are accumulated in fp32, those of Megatron-DeepSpeed's fp16 in fp16."""
+    count = parameters(job.architecture, job.parallel, stage)
+    width = 2 if job.engine == "megatron" and job.precision == "fp16" else 4
+    if job.distributed_optimizer:
+        yield Row("gradients", "data", "reduce-scatter", 1, width * count, "after backward")
+        yield Row("parameters", "data", "all-gather", 1, count * job.element, "after the optimizer")
+    else:
+        yield Row("gradients", "data", "all-reduce", 1, width * count, "after backward")
+
+
+def _zero(job: Job, stage: int) -> Iterator[Row]:
+    zero = job.zero
+    count = parameters(job.architecture, job.parallel, stage)
+    gradients = count * BYTES[zero.reduction or job.precision]  # ZeRO has its own dtype for sending gradients
+    kind = "reduce-scatter" if zero.stage == 3 else "all-reduce"
+    times = job.micro_batches if zero.stage > 1 and not job.reduces_once else 1
+    when = "each backward" if times > 1 else "after backward"
+    overlap = "each backward" if zero.overlap and zero.stage > 1 and not job.reduces_once else ""
+    for elements, number in Counter(_zero_buckets(job, stage)).items():
+        yield Row("gradients", "data", kind, times * number, gradients / count * elements, when, overlap)
+    # stage3.py adds up squares in fp64, but fp32 ones if the CPU has the optimizer.
+    norm = 8 if zero.stage == 3 and not zero.offload_optimizer else 4
+    yield Row("gradient norm", "data", "all-reduce", 2, norm, "optimizer")
+    # Is a gradient infinite? ZeRO-3 asks in fp16 alone; ZeRO-1 and 2 in bf16 too since 0.19.3 (check_grad_overflow).
+    # Other software's measurements are of older releases.
+    asks_in_bf16 = zero.stage < 3 and job.engine in ("native", "megatron")
+    if job.precision == "fp16" or (job.precision == "bf16" and asks_in_bf16):
+        yield Row("overflow", "data", "all-reduce", 1, 1, "optimizer")
+    if zero.stage == 3:
+        yield from _gathers(job, stage)
+        return
+    for group in buckets.weights_and_vectors(job, stage):
+        whole = padded(group, buckets.ALIGNMENT, job.parallel.data)
+        yield Row("parameters", "data", "all-gather", 1, whole * job.element, "after the optimizer")
+
+
+def sharded_groups(job: Job, stage: int = 0) -> list[tuple[str, int, int]]:
+    """FSDP2's groups of parameters, which are gathered together: what, how many such groups, elements of one.
+
+    A layer's tensors are divided along their first dimension, whose rows are padded (_fsdp_param.py). The root has the
+    rest.
+    """
+    a = job.architecture
+    n = job.parallel.states_over
+    part = stage_of(a, job.parallel, stage)
+    stacks = (("encoder", part.encoder_layers, False), ("decoder", part.decoder_layers, True))
+    groups_of_layers: list[tuple[str, int, int]] = []
+    rest = parameters(a, job.parallel, stage)
+    for name, layers, is_decoder in stacks:
+        if not layers:
+            continue
+        shapes = layer_shapes(a, job.parallel.tensor, is_decoder)
+        rest -= layers * sum(prod(shape) for shape in shapes)
+        padded_elements = sum(ceil(shape[0] / n) * n * prod(shape[1:]) for shape in shapes)
+        groups_of_layers.append((f"{name} layers", layers, padded_elements))
+    return [*groups_of_layers, ("embedding and rest", 1, rest)]
+
+
+def _fully_sharded(job: Job, stage: int, how: FullySharded) -> Iterator[Row]:
+    """FSDP2 (_fsdp_param_group.py) as native/fsdp2.py asks for it.
+
+    A layer is gathered for every forward and again for every backward pass; the root, which is used last in forward and
+    first in backward, once a micro-batch. Gradients are reduced in the last micro-batch, in fp32; each copy of the
+    states then adds up what the others have.
+    """
+    m = job.micro_batches
+    n = job.parallel.states_over
+    group = "shard" if job.parallel.shards else "data"
+    for what, count, elements in sharded_groups(job, stage):
+        gathered = elements * job.element
+        if how.keeps_parameters:
+            yield Row(what, group, "all-gather", count, gathered, "first forward")
+        else:
+            yield Row(what, group, "all-gather", m * count, gathered, "each forward", "each forward")
+        if not how.keeps_parameters and "layers" in what:
+            yield Row(what, group, "all-gather", m * count, gathered, "each backward", "each backward")
+        yield Row(
+            f"gradients of {what}", group, "reduce-scatter", count, 4 * elements, "last backward", "last backward"
+        )
+        if n < job.parallel.data:
+            shard = 4 * elements / n
+            yield Row(f"gradients of {what}", "replica", "all-reduce", count, shard, "last backward", "last backward")
+    yield Row("gradient norm", group, "all-reduce", 1, 4, "optimizer")
+
+
+def _zero_buckets(job: Job, stage: int) -> list[int]:
+    """Elements of ZeRO's buckets. In which order Megatron's gradients come was not traced: its buckets are equal."""
+    size = parameters(job.architecture, job.parallel, stage)
+    limit = job.zero.reduce_bucket
+    if job.engine != "native":
+        count = ceil(size / limit)
+        return [size / count] * count
+    ranks = job.parallel.data if job.zero.stage == 3 else 1
+    sizes = buckets.in_order_of_gradients(job, stage)
+    return [buckets.padded_to(ranks, bucket) for bucket in buckets.zero_buckets(sizes, limit)]
+
+
+def _gathers(job: Job, stage: int) -> Iterator[Row]:
+    """ZeRO-3 (partitioned_param_coordinator.py): small tensors stay whole, and are gathered after each change.
+
+    The others are gathered for every micro-batch, once for forward and backward together if fewer elements than the
+    reuse distance lie between the two. The embedding's inputs are tokens, which have no gradient, so DeepSpeed's hook
+    after its backward pass does not run, and the embedding stays. Up to 0.19.2 it stayed until the optimizer's step;
+    since 0.19.3 it is released after each micro-batch (release_backward_leftovers, #8148).
+    """
+    zero = job.zero
+    m = job.micro_batches
+    whole = parameters(job.architecture, job.parallel, stage)
+    large = large_tensors(job, stage)
+    embedding = job.architecture.padded_vocabulary // job.parallel.tensor * job.architecture.hidden
+    external = embedding if embedding > zero.persistence_threshold else 0
+    fetches = max(1, ceil(large / zero.prefetch_bucket))
+    gathered_again = max(0.0, 1 - zero.reuse_distance / (2 * whole))
+    for share, when in ((1.0, "each forward"), (gathered_again, "each backward")):
+        fetch = share * large * job.element / fetches
+        yield Row("parameters", "data", "all-gather", m, fetch, when)  # the first is waited for
+        yield Row("parameters", "data", "all-gather", m * (fetches - 1), fetch, when, when)
+    if job.engine not in ("native", "megatron"):
+        # Other software, whose measurements are of older releases; it may gather small ones together.
+        small = whole - large - external
+        yield Row("embedding", "data", "all-gather", 1, external * job.element, "first forward")
+        yield Row("small parameters", "data", "all-gather", 1, small * job.element, "after the optimizer")
+        return
+    yield Row("embedding", "data", "all-gather", m, external * job.element, "each forward")
+    sizes = chain.from_iterable(tensors(job.architecture, job.parallel, stage).values())
+    small_sizes = [size for size in sizes if size <= zero.persistence_threshold]
+    for size, count in Counter(small_sizes).items():
+        one = buckets.padded_to(job.parallel.data, [size]) * job.element
+        yield Row("small parameters", "data", "all-gather", count, one, "after the optimizer")
+
+
+def _tensor_parallel(job: Job, stage: int) -> Iterator[Row]:
+    if job.parallel.tensor == 1:
+        return
+    a = job.architecture
+    m = job.micro_batches
+    last = job.parallel.pipeline - 1
+    if job.engine == "native" and job.parallel.sequence_parallel:
+        yield from _divided_activations(job, stage)
+    else:
+        yield from _whole_activations(job, stage)
+    if stage_of(a, job.parallel, stage).head:
+        loss = 4 * a.output_length * job.micro_batch
+        yield Row("cross entropy", "tensor", "all-reduce", 3 * m, loss, "each forward")
+    if job.parallel.deepspeed:
+        # Each rank sends a slice to the other stage, where the slices are gathered again (pipe_partitioned).
+        activations = a.decoder_length * job.micro_batch * a.hidden * job.element
+        if stage > 0:
+            yield Row("activations", "tensor", "all-gather", m, activations, "each forward")
+        if stage < last:
+            yield Row("activations", "tensor", "all-gather", 2 * m, activations, "each backward")
+    if job.engine == "megatron" and (stage in (0, last) or not job.parallel.deepspeed):
+        s = a.encoder_length
+        d = a.decoder_length
+        numbers = d + 1
+        if a.cross_attention:  # tokens, labels and loss mask, and the three masks of attention
+            numbers = s + 3 * d + s * s + d * d + s * d
+        yield Row("batch", "tensor", "broadcast", m, 8 * job.micro_batch * numbers, "each forward")
+
+
+def _stacks(job: Job, stage: int) -> list[tuple[str, int, int, int]]:
+    """A stage's encoder and decoder if it has them: name, layers, tokens of a sample, blocks in all layers."""
+    a = job.architecture
+    part = stage_of(a, job.parallel, stage)
+    stacks = [
+        ("encoder", part.encoder_layers, a.encoder_length, 1 + len(a.attended(False))),
+        ("decoder", part.decoder_layers, a.decoder_length, 1 + len(a.attended(True))),
+    ]
+    return [(name, layers, length, layers * blocks) for name, layers, length, blocks in stacks if layers]
+
+
+def _whole_activations(job: Job, stage: int) -> Iterator[Row]:
+    """Shoeybi et al. (https://arxiv.org/abs/1909.08053): an all-reduce after each block, and one before it in backward.
+
+    Under the sequence parallelism of other software it is a reduce-scatter and an all-gather of the same bytes, and
+    backward gathers once more (https://arxiv.org/abs/2205.05198).
+    """
+    a = job.architecture
+    m = job.micro_batches
+    part = stage_of(a, job.parallel, stage)
+    stacks = _stacks(job, stage)
+    per_token = job.micro_batch * a.hidden * job.element
+
+    def row(what: str, count: int, length: float, when: str) -> Row:
+        return Row(what, "tensor", "all-reduce", m * count, length * per_token, when)
+
+    forwards = 2 if job.recompute == "full" else 1
+    backwards = 1.5 if job.parallel.sequence_parallel else 1
+    for name, _, length, blocks in stacks:
+        yield row(f"{name} blocks", blocks * forwards, length, "each forward")
+        yield row(f"{name} blocks", blocks, length * backwards, "each backward")
+    if job.recompute == "full" and job.partitions_inputs:
+        # DeepSpeed's runtime/activation_checkpointing/checkpointing.py, gather_partitioned_activations.
+        for name, layers, length, _ in stacks:
+            inputs = length * per_token
+            yield Row(f"{name} inputs", "tensor", "all-gather", m * layers, inputs, "each backward")
+    if part.decoder_layers and a.cross_attention:
+        # Every layer's keys and values come from the encoder's output; the native engine sums their gradients first.
+        sums = 1 if job.engine == "native" else part.decoder_layers
+        yield row("encoder output", sums, a.encoder_length, "each backward")
+    for _, _, length, _ in stacks:
+        if part.embedding:
+            yield row("embedding", 1, length, "each forward")
+    if part.head:
+        yield row("head", 1, a.output_length, "each backward")
+
+
+def _divided_activations(job: Job, stage: int) -> Iterator[Row]:
+    """Sequence parallelism (https://arxiv.org/abs/2205.05198) as in native/sequence_parallel.py.
+
+    Tokens are gathered before a block and scattered after it, and once more each in backward; there the block's first
+    layer also gathers its input again.
+    """
+    a = job.architecture
+    m = job.micro_batches
+    part = stage_of(a, job.parallel, stage)
+    stacks = _stacks(job, stage)
+    per_token = job.micro_batch * a.hidden * job.element
+
+    def row(what: str, kind: str, count: int, length: int, when: str) -> Row:
+        return Row(what, "tensor", kind, m * count, length * per_token, when)
+
+    forwards = 2 if job.recompute == "full" else 1
+    for name, _, length, blocks in stacks:
+        yield row(f"{name} blocks", "all-gather", blocks * forwards, length, "each forward")
+        yield row(f"{name} blocks", "reduce-scatter", blocks * forwards, length, "each forward")
+        yield row(f"{name} blocks", "all-gather", 2 * blocks, length, "each backward")
+        yield row(f"{name} blocks", "reduce-scatter", blocks, length, "each backward")
+    if part.decoder_layers and a.cross_attention:  # gathered once for the keys and values of all layers
+        yield row("encoder output", "all-gather", 1, a.encoder_length, "each forward")
+        yield row("encoder output", "reduce-scatter", 1, a.encoder_length, "each backward")
+    for _, _, length, _ in stacks:
+        if part.embedding:
+            yield row("embedding", "reduce-scatter", 1, length, "each forward")
+            yield row("embedding", "all-gather", 1, length, "each backward")
+    if part.head:
+        yield row("head", "all-gather", 1, a.output_length, "each forward")
+        yield row("head", "reduce-scatter", 1, a.output_length, "each backward")
+
+
+def _undivided_gradients(job: Job, stage: int) -> Iterator[Row]:
+    """The native engine's sequence parallelism sums the gradients of what each rank applied to its own tokens.
+
+    A rank has divided / t + undivided parameters, all ranks together divided + undivided ones.
+    """
+    t = job.parallel.tensor
+    if t == 1 or job.engine != "native" or not job.parallel.sequence_parallel:
+        return
+    a = job.architecture
+    of_a_rank = parameters(a, job.parallel, stage)
+    of_all_ranks = parameters(a, replace(job.parallel, tensor=1), stage)
+    undivided = (t * of_a_rank - of_all_ranks) // (t - 1)
+    yield Row("gradients of undivided parameters", "tensor", "all-reduce", 1, 4 * undivided, "after backward")
+
+
+def _pipeline(job: Job, stage: int) -> Iterator[Row]:
+    yield from _model_parallel_norm(job)
+    if job.parallel.pipeline > 1:
+        yield from _stages(job, stage)
+
+
+def _model_parallel_norm(job: Job) -> Iterator[Row]:
+    parallel = job.parallel
+    if job.engine == "native":  # along one axis after the other
+        for group, size in (("tensor", parallel.tensor), ("pipeline", parallel.pipeline)):
+            if size > 1:
+                yield Row("gradient norm", group, "all-reduce", 1, 4, "optimizer")
+    elif parallel.tensor * parallel.pipeline > 1:
+        yield Row("gradient norm", "model", "all-reduce", 1, 4, "optimizer")
+
+
+def _stages(job: Job, stage: int) -> Iterator[Row]:
+    """What stages send to each other, and what they both hold."""
+    a = job.architecture
+    parallel = job.parallel
+    last = parallel.chunks - 1
+    slices = parallel.tensor if parallel.deepspeed else parallel.sequence
+    token = job.micro_batch * job.element * a.hidden / slices
+    for chunk in parallel.chunks_of(stage):
+        for source, kind, when in ((chunk, "send", "each forward"), (chunk - 1, "send back", "each backward")):
+            if 0 <= source < last:
+                length = a.encoder_length or a.decoder_length
+                if a.cross_attention and source >= parallel.decoder_stage:
+                    # Within the decoder the encoder's output is sent along.
+                    length = a.encoder_length + a.decoder_length
+                yield Row("activations", "pipeline", kind, job.micro_batches, length * token, when, "computing")
+    part = stage_of(a, parallel, stage)
+    if a.tied and (part.embedding or part.head):
+        # In fp32; DeepSpeed's pipeline engine reduces the parameter's own gradient (runtime/pipe/engine.py).
+        width = job.element if parallel.deepspeed else 4
+        word = a.padded_vocabulary // parallel.tensor * a.hidden * width
+        yield Row("tied embedding", "embedding", "all-reduce", 1, word, "after backward")
+    if a.cross_attention and a.positions == "learned" and part.embedding and parallel.decoder_stage % parallel.pipeline:
+        yield Row("positions", "position", "all-reduce", 1, a.position_rows * a.hidden * 4, "after backward")
+
+
+def groups(parallel: Parallel, encoder_decoder: bool = True) -> dict[str, list[tuple[int, ...]]]:
+    """Every process group by its kind, each with its ranks in order, in Megatron's numbering.
+
+    "embedding": the stages that hold the tied word embedding. "position": those that hold the positions' table, which
+    in an encoder-decoder are the first of each stack (Megatron-DeepSpeed, megatron/core/parallel_state.py).
+    Raises Problem where there are more ranks than can be listed one by one.
+    """
+    t = parallel.tensor
+    d = parallel.data
+    world = parallel.world
+    if world > MOST_RANKS:
+        raise Problem(f"{world} GPUs are more than {MOST_RANKS}", "Choose fewer GPUs")
+    stages = range(parallel.pipeline)
+    replicas = range(d)
+    slices = range(t)
+
+    def rank(stage: int, replica: int, tp_rank: int) -> int:
+        return rank_at(stage, replica, tp_rank, t, d)
+
+    tensor = [tuple(rank(stage, replica, part) for part in slices) for stage, replica in product(stages, replicas)]
+    data = [tuple(rank(stage, replica, part) for replica in replicas) for stage, part in product(stages, slices)]
+    pipelines = [tuple(rank(stage, replica, part) for stage in stages) for replica, part in product(replicas, slices)]
+    models = [tuple(rank(stage, replica, part) for stage, part in product(stages, slices)) for replica in replicas]
+    last = parallel.pipeline - 1
+    with_positions = {0, parallel.decoder_stage % parallel.pipeline} if encoder_decoder and last else {0}
+    with_words = with_positions | {last}
+    copies = {}
+    if parallel.shards:  # FSDP2's: neighbours share the states, and each has its equal in every other copy
+        size = parallel.shards
+        copies["shard"] = [members[at : at + size] for members in data for at in range(0, d, size)]
+        copies["replica"] = [members[at::size] for members in data for at in range(size)]
+    return {
+        "tensor": tensor,
+        "data": data,
+        **copies,
+        "pipeline": pipelines,
+        "model": models,
+        "embedding": [tuple(members[stage] for stage in sorted(with_words)) for members in pipelines],
+        "position": [tuple(members[stage] for stage in sorted(with_positions)) for members in pipelines],
+        "world": [tuple(range(world))],
+    }
+
+
+def _rounds(kind: str, backend: str) -> int:
+    """How many times data go round the ring. gloo's reduce-scatter is an all-reduce; each rank keeps its part."""
+    scatter = 2 if backend == "gloo" else 1
+    return {"all-reduce": 2, "reduce-scatter": scatter, "all-gather": 1}.get(kind, 0)  # others go one way
+
+
+def ring_bytes(row: Row, size: int, backend: str) -> float:
+    """Bytes that a rank sends to its neighbour in the ring, for one collective of `size` ranks or a whole message."""
+    rounds = _rounds(row.kind, backend)
+    if rounds:
+        return row.bytes * (rounds * (size - 1) / size)
+    return row.bytes if size > 1 else 0.0
+
+
+def steps(row: Row, size: int, backend: str) -> int:
+    """Consecutive messages of a collective: those of a ring, or of NCCL's tree if that has fewer."""
+    rounds = _rounds(row.kind, backend)
+    tree = ceil(log2(size))
+    if not rounds:
+        return tree if row.kind == "broadcast" else 1
+    ring = rounds * (size - 1)
+    return ring if backend == "gloo" else min(ring, 4 * tree)
+
+
+def neighbours(
+    kind: str, members: tuple[int, ...], backend: str = "nccl", is_ring: bool = False
+) -> Iterator[tuple[int, int]]:
+    """Who sends to whom, (from, to), in one group; every pair carries ring_bytes. A pipeline's ends are not joined,
+    unless `is_ring`."""
+    if kind == "send back":
+        members = members[::-1]
+    if kind == "broadcast" and backend == "gloo":  # a binomial tree from the first rank
+        return ((members[i - 2 ** int(log2(i))], members[i]) for i in range(1, len(members)))
+    is_closed = len(members) > 1 and (is_ring or _rounds(kind, backend) > 0)
+    next_ones = members[1:] + members[:1] if is_closed else members[1:]
+    return zip(members, next_ones, strict=False)
+
+
+def node_bytes(job: Job, collectives: Sequence[Row], backend: str) -> list[float]:
+    """Bytes that each node sends to other nodes in an iteration, including headers if they are known."""
+    parallel = job.parallel
+    per_node = parallel.devices_per_node
+    ranks_of_stage = parallel.tensor * parallel.data
+    nodes = [0.0] * ceil(parallel.world / per_node)
+    members_by_group = groups(parallel, job.architecture.cross_attention)
+    for row in collectives:
+        groups_of_row = members_by_group[row.group]
+        size = len(groups_of_row[0])
+        data = ring_bytes(row, size, backend) * row.count
+        headers = 0.0  # of each of the two ends
+        if backend == "gloo":
+            data *= 1 + HEADERS
+            headers = MESSAGE / 2 * _gloo_messages(row, size)
+        is_of_every_stage = row.group in ("model", "embedding", "position")
+        for members in groups_of_row:
+            # From the last stage to the first goes what has another chunk of layers before it.
+            is_ring = row.kind in ("send", "send back") and parallel.virtual_stages > 1
+            for source, target in neighbours(row.kind, members, backend, is_ring):
+                sender = source // per_node
+                receiver = target // per_node
+                if sender != receiver and (is_of_every_stage or source // ranks_of_stage in row.stages):
+                    nodes[sender] += data + headers
+                    nodes[receiver] += headers
+    return nodes
+
+
+def _gloo_messages(row: Row, size: int) -> float:
+    """Messages that a rank sends in all collectives of a row."""
+    segments = max(2, ceil(row.bytes / size / GLOO_SEGMENT))
+    return row.count * (segments * _rounds(row.kind, "gloo") * (size - 1) or 1)
+
+
+@lru_cache(maxsize=4096)
+def paths(parallel: Parallel, encoder_decoder: bool) -> Mapping[str, tuple[int, bool, int]]:
+    """A kind of group: its size, whether neighbours share a node, and how many of its rings leave the busiest node.
+
+    What pipelines send goes one way at a time.
+    """
+    found: dict[str, tuple[int, bool, int]] = {}
+    for kind, members_of_groups in groups(parallel, encoder_decoder).items():
+        way = "send" if kind == "pipeline" else "all-reduce"
+        inside = 0
+        leaving: Counter[int] = Counter()  # rings by the node that they leave
+        for members in members_of_groups:
+            for source, target in neighbours(way, members):
+                node = source // parallel.devices_per_node
+                if node == target // parallel.devices_per_node:
+                    inside += 1
+                else:
+                    leaving[node] += 1
+        found[kind] = (len(members_of_groups[0]), inside > 0, max(leaving.values(), default=0))
+    return found

@@ -1,0 +1,97 @@
+"""A model that can be used, from a run directory or from a directory for Hugging Face's libraries."""
+
+import argparse
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from t5bench import Problem, note
+from t5bench.imports import import_transformers
+from t5bench.tools.convert.export import SUMMARY, export
+from t5bench.tools.convert.trained import TrainedModel
+
+FOLDER = "huggingface"  # in a run directory: the export of its newest checkpoint
+
+
+@dataclass(frozen=True)
+class ExportedModel:
+    directory: Path
+    model: Any  # Transformers'
+    tokenizer: Any
+    device: torch.device
+
+    @property
+    def is_t5(self) -> bool:
+        return self.model.config.is_encoder_decoder
+
+    @property
+    def length(self) -> int:
+        """The longest text in tokens."""
+        return self.model.config.max_position_embeddings
+
+    @property
+    def start(self) -> int:
+        """The token that comes before a text of a GPT."""
+        return self.tokenizer.bos_token_id if self.tokenizer.bos_token_id is not None else self.tokenizer.eos_token_id
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", type=Path, help="a run directory with checkpoints, or one that export has written")
+    parser.add_argument("--tokenizer", type=Path, help="the tokenizer's directory (default: where the run had it)")
+    parser.add_argument("--device", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
+
+
+def open_model(arguments: argparse.Namespace) -> ExportedModel:
+    """Raises Problem."""
+    device = usable_device(arguments.device)
+    directory = exported_directory(arguments.run, arguments.tokenizer)
+    transformers = import_transformers()
+    try:
+        config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
+        name = "AutoModelForSeq2SeqLM" if config.is_encoder_decoder else "AutoModelForCausalLM"
+        model = getattr(transformers, name).from_pretrained(directory, dtype="auto").to(device).eval()
+        tokenizer = transformers.AutoTokenizer.from_pretrained(directory, use_fast=False)
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise Problem(f"{directory} cannot be loaded: {reason}", "Remove it, and export the run again") from error
+    return ExportedModel(directory, model, tokenizer, device)
+
+
+def usable_device(name: str | None) -> torch.device:
+    """The device of this name, or a GPU if there is one. Raises Problem if nothing can be computed there."""
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name or default)
+        float(torch.zeros(1, device=device))
+    except (RuntimeError, AssertionError, NotImplementedError) as error:  # AssertionError: a torch without CUDA
+        reason = str(error).strip().splitlines()[0]
+        raise Problem(f"--device {name} cannot be used: {reason}", f"Use {default}, or leave it out") from error
+    return device
+
+
+def exported_directory(path: Path, tokenizer: Path | None) -> Path:
+    """The directory itself, or a run's export, which is made if it is missing or older than the newest checkpoint."""
+    if (path / "config.json").is_file():
+        return path
+    model = TrainedModel.of_run(path)
+    target = path / FOLDER
+    if target.exists():
+        if is_current(target, model):
+            return target
+        shutil.rmtree(target)
+    note(f"exporting iteration {model.iteration} of {path} to {target}")
+    export(model, target, tokenizer or model.tokenizer)
+    return target
+
+
+def is_current(target: Path, model: TrainedModel) -> bool:
+    """Whether an export is of this checkpoint, which was not written again since."""
+    summary = target / SUMMARY
+    if not summary.is_file() or json.loads(summary.read_text())["iteration"] != model.iteration:
+        return False
+    written = max(path.stat().st_mtime_ns for path in model.folder.rglob("*.pt"))
+    return written < summary.stat().st_mtime_ns

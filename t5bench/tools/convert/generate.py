@@ -1,0 +1,109 @@
+"""Lets a trained model write: a GPT continues a text, a T5 fills its gaps <extra_id_0>, <extra_id_1> and so on.
+
+Without options the likeliest token is taken each time. Any of --temperature, --top-k and --top-p draws tokens instead;
+the same --seed draws the same ones.
+"""
+
+import argparse
+import math
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from t5bench import Problem
+from t5bench.text import visible
+from t5bench.tools.convert import spans
+from t5bench.tools.convert.exported import ExportedModel, add_model_arguments, open_model
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model_arguments(parser)
+    parser.add_argument("--prompt", action="append", default=[], help="a prompt; may be given several times")
+    parser.add_argument("--prompts", type=Path, metavar="FILE", help="a file, one prompt per line; - is standard input")
+    parser.add_argument("--max-new-tokens", type=int, metavar="N", help="the longest answer (default: 64)")
+    parser.add_argument("--temperature", type=float, metavar="T", help="sample tokens; below 1 favours likely ones")
+    parser.add_argument("--top-k", type=int, metavar="K", help="sample from the K likeliest tokens")
+    parser.add_argument("--top-p", type=float, metavar="P", help="sample from the likeliest tokens of this total share")
+    parser.add_argument("--samples", type=int, default=1, metavar="N", help="answers to sample for each prompt")
+    parser.add_argument("--seed", type=int, default=1234, help="random seed of the sampling (default: 1234)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    prompts = read_prompts(arguments)
+    options = generation_options(arguments)
+    model = open_model(arguments)
+    torch.manual_seed(arguments.seed)
+    for prompt in prompts:
+        for answer in answers(model, prompt, options):
+            print(visible(answer, "\t\n"), flush=True)
+    return 0
+
+
+def read_prompts(arguments: argparse.Namespace) -> list[str]:
+    prompts = list(arguments.prompt)
+    if arguments.prompts:
+        is_input = str(arguments.prompts) == "-"
+        try:
+            text = sys.stdin.read() if is_input else arguments.prompts.read_text(encoding="utf-8")
+        except ValueError as error:
+            remedy = "Name a file with a prompt on each line, in UTF-8"
+            raise Problem(f"{arguments.prompts} is no text: {error}", remedy) from error
+        prompts += [line for line in text.splitlines() if line.strip()]
+    if not prompts:
+        raise Problem("there is no prompt", "Give one: --prompt 'The'; or a file of them: --prompts FILE")
+    return prompts
+
+
+def generation_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Of Transformers' generate(). Raises Problem for values that make no sense."""
+    given = {"temperature": arguments.temperature, "top_k": arguments.top_k, "top_p": arguments.top_p}
+    options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    limits = [
+        ("--temperature", arguments.temperature, "a number above 0", lambda value: 0 < value < math.inf),
+        ("--top-k", arguments.top_k, "at least 1", lambda value: value >= 1),
+        ("--top-p", arguments.top_p, "above 0 and at most 1", lambda value: 0 < value <= 1),
+        ("--max-new-tokens", arguments.max_new_tokens, "at least 1", lambda value: value >= 1),
+        ("--samples", arguments.samples, "at least 1", lambda value: value >= 1),
+        ("--seed", arguments.seed, "0 to 2**64 - 1", lambda value: 0 <= value < 2**64),
+    ]
+    for name, value, bounds, is_right in limits:
+        if value is not None and not is_right(value):
+            raise Problem(f"{name} must be {bounds}, found {value}")
+    if options:
+        options["do_sample"] = True
+        options.setdefault("top_k", 0)  # all tokens, where the library would take 50
+    elif arguments.samples > 1:
+        raise Problem("--samples needs a way to sample", "Add --temperature 1, --top-k or --top-p")
+    if arguments.max_new_tokens:
+        options["max_new_tokens"] = arguments.max_new_tokens
+    return options | {"num_return_sequences": arguments.samples}
+
+
+def answers(model: ExportedModel, prompt: str, options: dict[str, Any]) -> Iterator[str]:
+    """The prompt with what the model makes of it, once for each sample."""
+    if model.is_t5:
+        spans.check_gaps(prompt)
+    token_ids = model.tokenizer(prompt).input_ids or [model.start]
+    options = {"max_new_tokens": model.model.generation_config.max_new_tokens} | options
+    check_length(model, len(token_ids), options["max_new_tokens"])
+    inputs = torch.tensor([token_ids], device=model.device)
+    outputs = model.model.generate(input_ids=inputs, attention_mask=torch.ones_like(inputs), **options)
+    for output in outputs:
+        if model.is_t5:
+            text = model.tokenizer.decode(output, skip_special_tokens=False)
+            text = spans.without_special(text, model.tokenizer.all_special_tokens)
+            yield spans.filled(prompt, spans.fillings(text))
+        else:
+            yield prompt + model.tokenizer.decode(output[len(token_ids) :], skip_special_tokens=True)
+
+
+def check_length(model: ExportedModel, tokens: int, new_tokens: int) -> None:
+    """Raises Problem for more tokens than the model has positions for."""
+    needed = max(tokens, new_tokens) if model.is_t5 else tokens + new_tokens
+    if needed > model.length:
+        together = "" if model.is_t5 else " together"
+        found = f"the prompt has {tokens} tokens and the answer up to {new_tokens}"
+        raise Problem(f"{found}; the model takes {model.length}{together}", "Shorten it, or lower --max-new-tokens")

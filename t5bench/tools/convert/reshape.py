@@ -1,0 +1,186 @@
+"""Converts a checkpoint of any strategy to another layout, in which RESUME=1 continues the run.
+
+The complete parameters are cut for the wanted tensor- and pipeline-parallel ranks, and so are the optimizer's states,
+and written as the engine writes a checkpoint without ZeRO. The data-parallel size does not matter. What dropout draws
+cannot be converted: it begins anew from the run's seed and the iteration.
+"""
+
+import argparse
+import random
+import re
+import shutil
+import struct
+from argparse import Namespace
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from t5bench import Problem
+from t5bench.record.checkpoints import RESHAPED_FROM, TRACKER, WEIGHTS_ONLY
+from t5bench.record.files import write_whole
+from t5bench.tools.convert.checkpoint_file import Absent
+from t5bench.tools.convert.shards import Cut, Weights
+from t5bench.tools.convert.trained import IMPORTED, TrainedModel
+from t5bench.tools.convert.training_state import KINDS, MASTER, MASTERS, TrainingState, masters_of, optimizer_of
+
+NO_RECORD = "it was itself reshaped or imported, and has no record of its training"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", type=Path, help="a run directory with checkpoints, including the files of all its nodes")
+    parser.add_argument("--tp", type=int, default=1, help="new tensor-parallel size (default: 1)")
+    parser.add_argument("--pp", type=int, default=1, help="new pipeline-parallel size (default: 1)")
+    parser.add_argument("--iteration", type=int, help="reshape this checkpoint (default: the newest intact one)")
+    parser.add_argument("--output", type=Path, help="the new directory (default: RUN-tpN-ppM)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    tp = arguments.tp
+    pp = arguments.pp
+    output = arguments.output or arguments.run.with_name(f"{arguments.run.name}-tp{tp}-pp{pp}")
+    if output.exists():
+        raise Problem(f"{output} exists", "Remove it, or name another --output")
+    model = TrainedModel.of_run(arguments.run, arguments.iteration)
+    cut = Cut.of(model.args, tp, pp)
+    state, reason = training_state(model)
+    if model.engine == "native":
+        if not state:
+            raise Problem(f"{arguments.run} cannot be reshaped: {reason}", "Name the run that was trained")
+        write_native(model, state, output / "checkpoints", cut)
+    else:
+        write(model.head, model.weights, output / "checkpoints", cut, state)
+    print(f"{output}: iteration {model.iteration} of {arguments.run} for TP {tp} and PP {pp}")
+    if state:
+        keep_record(arguments.run, output)
+        print(CARRIED)
+    else:
+        print(f"Only the weights, for EVAL_ONLY=1 and -- --finetune --load: {reason}")
+    return 0
+
+
+CARRIED = """Carried over: weights, the optimizer's states, and the iteration, which gives the next samples and rates.
+Not carried over: dropout's random numbers.
+To continue, start a launcher without ZeRO of this layout, on any data-parallel size, with RESUME=1, this OUTPUT_DIR and
+the run's other settings."""
+
+
+def training_state(model: TrainedModel) -> tuple[TrainingState | None, str]:
+    """What the run needs besides its weights to continue, or None and why not."""
+    if model.record is None:
+        return None, NO_RECORD
+    try:
+        return TrainingState.of(model.folder, model.args), ""
+    except Problem as problem:
+        return None, str(problem)
+
+
+def keep_record(run: Path, output: Path) -> None:
+    """Keeps a node's part of the run's record, with which RESUME=1 compares its settings."""
+    part = min(run.glob("node*.json"))
+    (output / RESHAPED_FROM).mkdir()
+    shutil.copy(part, output / RESHAPED_FROM / part.name)
+
+
+def write(
+    head: Mapping[str, Any], whole: Weights, directory: Path, cut: Cut, state: TrainingState | None = None
+) -> None:
+    """Megatron's checkpoint. head: what its file has besides weights, its arguments and its iteration among it."""
+    left_out = (torch.Tensor, Absent)  # a mask, and objects of the engine's
+    args = Namespace(**{name: value for name, value in vars(head["args"]).items() if not isinstance(value, left_out)})
+    args.make_vocab_size_divisible_by = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size // cut.tp
+    args.tensor_model_parallel_size = cut.tp
+    args.pipeline_model_parallel_size = cut.pp
+    args.deepspeed = False
+    kept = {name: head[name] for name in ("checkpoint_version", "iteration", "tokens")} | {"args": args}
+    name = f"iter_{kept['iteration']:07d}" if kept["iteration"] else IMPORTED
+    for rank in range(cut.tp):
+        for stage in range(cut.pp):
+            content = {**kept, "model": nested(part_of(whole, cut, rank, stage))}
+            if state:
+                values = {kind: part_of(state.values[kind], cut, rank, stage) for kind in KINDS}
+                content["optimizer"] = megatron_optimizer(values, state, args)
+                content["opt_param_scheduler"] = head.get("opt_param_scheduler") or head["lr_scheduler"]
+                content["rng_state"] = [random_states(head, args.seed + kept["iteration"], rank, stage)]
+            save_part(content, directory / name, cut, rank, stage)
+    if not state:
+        (directory / WEIGHTS_ONLY).touch()
+    write_whole(directory / TRACKER, str(kept["iteration"] or IMPORTED))
+
+
+def write_native(model: TrainedModel, state: TrainingState, directory: Path, cut: Cut) -> None:
+    """The native engine's checkpoint: its weights are the fp32 masters, and are registered in another order."""
+    for rank in range(cut.tp):
+        for stage in range(cut.pp):
+            values = {kind: part_of(state.values[kind], cut, rank, stage, head_first=True) for kind in KINDS}
+            content = {"model": values[MASTER], "optimizer": optimizer_of(values, state.example)}
+            save_part(content, directory / model.folder.name, cut, rank, stage)
+    write_whole(directory / TRACKER, str(model.iteration))
+
+
+def save_part(content: Mapping[str, Any], folder: Path, cut: Cut, rank: int, stage: int) -> None:
+    suffix = f"_{stage:03d}" if cut.pp > 1 else ""
+    path = folder / f"mp_rank_{rank:02d}{suffix}" / "model_optim_rng.pt"
+    path.parent.mkdir(parents=True)
+    torch.save(content, path)
+
+
+def megatron_optimizer(
+    values: Mapping[str, Mapping[str, Tensor]], state: TrainingState, args: Namespace
+) -> dict[str, Any]:
+    adam = optimizer_of(values, state.example)
+    if args.params_dtype == torch.float32:
+        return adam
+    scaler = {"grad_scaler": state.example.scaler} if state.example.scaler else {}
+    return {"optimizer": adam, MASTERS: masters_of(values), **scaler}
+
+
+def random_states(head: Mapping[str, Any], seed: int, rank: int, stage: int) -> dict[str, Any]:
+    """Fresh states of every generator, like those that the file has; tensor-parallel ranks draw different numbers."""
+    saved = head["rng_state"][0]
+    own = seed + 100 * stage
+    fresh = {name: generator_state(saved[name], own) for name in ("torch_rng_state", "cuda_rng_state")}
+    fresh["random_rng_state"] = random.Random(own).getstate()
+    fresh["np_rng_state"] = np.random.RandomState(own % 2**32).get_state()
+    tracked = saved["rng_tracker_states"]
+    fresh["rng_tracker_states"] = {name: generator_state(like, own + 2718 + rank) for name, like in tracked.items()}
+    return fresh
+
+
+def generator_state(like: Tensor, seed: int) -> Tensor:
+    """The state of a generator with this seed: CUDA's are a seed and an offset, the CPU's are larger."""
+    generator = torch.Generator().manual_seed(seed)
+    state = generator.get_state()
+    if like.numel() == state.numel():
+        return state
+    return torch.frombuffer(bytearray(struct.pack("<qq", seed, 0)), dtype=torch.uint8)
+
+
+def part_of(whole: Weights, cut: Cut, rank: int, stage: int, *, head_first: bool = False) -> dict[str, Tensor]:
+    """What a tensor-parallel rank of a pipeline stage holds, in the engine's order.
+
+    head_first: the native engine registers what belongs to the head before the rest, Megatron after it.
+    """
+    part: dict[str, Tensor] = {}
+    for name in sorted(whole, key=lambda name: name.startswith("language_model.") == head_first):
+        stages, local_name = cut.stage_name(name)
+        if stage in stages:
+            # A copy, because a view would be saved together with everything that it is a part of.
+            part[local_name] = cut.pieces(name, whole[name])[rank].detach().clone()
+    return part
+
+
+def nested(part: Mapping[str, Tensor]) -> dict[str, Any]:
+    """As Megatron's modules are."""
+    model: dict[str, Any] = {}
+    for name, value in part.items():
+        # Below encoder and decoder, Megatron does not split the names.
+        words = name.split(".", 2 if re.match(r"language_model.(en|de)coder", name) else -1)
+        module = model
+        for word in words[:-1]:
+            module = module.setdefault(word, {})
+        module[words[-1]] = value
+    return model

@@ -1,0 +1,192 @@
+"""The classes of Transformers that are the engines' models to the digit, and where each parameter has its twin.
+
+A GPT is a GPT2LMHeadModel. The T5 that Megatron trains (LayerNorm before each block, learned positions, biases, a tied
+head with a bias) is no T5ForConditionalGeneration, but a BlenderbotForConditionalGeneration.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from t5bench import Problem
+from t5bench.costmodel.job import Architecture
+from t5bench.tools.convert.shards import WORDS
+from t5bench.tools.convert.trained import TrainedModel
+
+POSITIONS = "language_model.embedding.position_embeddings.weight"
+HEAD_BIAS = "lm_head.bias"
+LAYERNORM_EPSILON = 1e-5  # the only one that Blenderbot has
+
+
+@dataclass(frozen=True)
+class Twin:
+    """Where a parameter of Transformers is in the engine's model."""
+
+    source: str  # the engine's name
+    # A view into the engine's parameter. Reading it exports; copying into it imports.
+    view: Callable[[Tensor], Tensor]
+
+
+def as_it_is(parameter: Tensor) -> Tensor:
+    return parameter
+
+
+def transposed(parameter: Tensor) -> Tensor:
+    """GPT-2's Conv1D has its weights as [inputs, outputs]."""
+    return parameter.T
+
+
+def third(number: int) -> Callable[[Tensor], Tensor]:
+    """Of self-attention's [query | key | value]."""
+    return lambda parameter: parameter.chunk(3)[number]
+
+
+def half_of_heads(number: int, heads: int) -> Callable[[Tensor], Tensor]:
+    """Of cross-attention's [key | value] for every head: [heads, head size] or [heads, head size, inputs]."""
+    return lambda parameter: parameter.unflatten(0, (heads, 2, -1))[:, number]
+
+
+def one_row(parameter: Tensor) -> Tensor:
+    return parameter.unsqueeze(0)
+
+
+def both_ends(name: str, source: str, view: Callable[[Tensor], Tensor] = as_it_is) -> dict[str, Twin]:
+    """Weight and bias."""
+    return {f"{name}.{end}": Twin(f"{source}.{end}", view) for end in ("weight", "bias")}
+
+
+def linear_gpt2(name: str, source: str) -> dict[str, Twin]:
+    return {
+        f"{name}.weight": Twin(f"{source}.weight", transposed),
+        f"{name}.bias": Twin(f"{source}.bias", as_it_is),
+    }
+
+
+def twins(architecture: Architecture) -> dict[str, Twin]:
+    """By the name of the parameter in Transformers. Raises Problem for a model that has no such class."""
+    check(architecture)
+    return blenderbot_twins(architecture) if architecture.family == "t5" else gpt2_twins(architecture)
+
+
+def check(architecture: Architecture) -> None:
+    lacks = {
+        "a gated feed-forward": architecture.gated,
+        "grouped queries": architecture.kv_heads != architecture.heads,
+        "a head with weights of its own": not architecture.tied,
+        f"{architecture.positions} positions": architecture.positions != "learned",
+        "RMSNorm": architecture.norm != "layer",
+        "linear layers without biases": not architecture.biases,
+        "heads that are not hidden size / heads wide": architecture.query != architecture.hidden,
+    }
+    for what, is_so in lacks.items():
+        if is_so:
+            remedy = "Only models that the launchers' settings describe can be converted"
+            raise Problem(f"the model has {what}, which GPT-2 and Blenderbot lack", remedy)
+
+
+def gpt2_twins(architecture: Architecture) -> dict[str, Twin]:
+    pairs = {
+        "transformer.wte.weight": Twin(WORDS, as_it_is),
+        "transformer.wpe.weight": Twin(POSITIONS, as_it_is),
+        **both_ends("transformer.ln_f", "language_model.encoder.final_layernorm"),
+    }
+    for number in range(architecture.layers):
+        ours = f"language_model.encoder.layers.{number}"
+        theirs = f"transformer.h.{number}"
+        pairs |= both_ends(f"{theirs}.ln_1", f"{ours}.input_layernorm")
+        pairs |= linear_gpt2(f"{theirs}.attn.c_attn", f"{ours}.self_attention.query_key_value")
+        pairs |= linear_gpt2(f"{theirs}.attn.c_proj", f"{ours}.self_attention.dense")
+        pairs |= both_ends(f"{theirs}.ln_2", f"{ours}.post_attention_layernorm")
+        pairs |= linear_gpt2(f"{theirs}.mlp.c_fc", f"{ours}.mlp.dense_h_to_4h")
+        pairs |= linear_gpt2(f"{theirs}.mlp.c_proj", f"{ours}.mlp.dense_4h_to_h")
+    return pairs
+
+
+def blenderbot_twins(architecture: Architecture) -> dict[str, Twin]:
+    pairs = {
+        "model.shared.weight": Twin(WORDS, as_it_is),
+        "final_logits_bias": Twin(HEAD_BIAS, one_row),
+    }
+    for stack, layers in (("encoder", architecture.encoder_layers), ("decoder", architecture.decoder_layers)):
+        pairs[f"model.{stack}.embed_positions.weight"] = Twin(POSITIONS, as_it_is)
+        pairs |= both_ends(f"model.{stack}.layer_norm", f"language_model.{stack}.final_layernorm")
+        for number in range(layers):
+            ours = f"language_model.{stack}.layers.{number}"
+            theirs = f"model.{stack}.layers.{number}"
+            pairs |= both_ends(f"{theirs}.self_attn_layer_norm", f"{ours}.input_layernorm")
+            for part, projection in enumerate(("q_proj", "k_proj", "v_proj")):
+                source = f"{ours}.self_attention.query_key_value"
+                pairs |= both_ends(f"{theirs}.self_attn.{projection}", source, third(part))
+            pairs |= both_ends(f"{theirs}.self_attn.out_proj", f"{ours}.self_attention.dense")
+            pairs |= both_ends(f"{theirs}.fc1", f"{ours}.mlp.dense_h_to_4h")
+            pairs |= both_ends(f"{theirs}.fc2", f"{ours}.mlp.dense_4h_to_h")
+            if stack == "encoder":
+                pairs |= both_ends(f"{theirs}.final_layer_norm", f"{ours}.post_attention_layernorm")
+            else:
+                pairs |= cross_attention_twins(ours, theirs, architecture.heads)
+    return pairs
+
+
+def cross_attention_twins(ours: str, theirs: str, heads: int) -> dict[str, Twin]:
+    pairs = both_ends(f"{theirs}.encoder_attn_layer_norm", f"{ours}.post_attention_layernorm")
+    pairs |= both_ends(f"{theirs}.encoder_attn.q_proj", f"{ours}.inter_attention.query")
+    for part, projection in enumerate(("k_proj", "v_proj")):
+        source = f"{ours}.inter_attention.key_value"
+        pairs |= both_ends(f"{theirs}.encoder_attn.{projection}", source, half_of_heads(part, heads))
+    pairs |= both_ends(f"{theirs}.encoder_attn.out_proj", f"{ours}.inter_attention.dense")
+    return pairs | both_ends(f"{theirs}.final_layer_norm", f"{ours}.post_inter_attention_layernorm")
+
+
+def configuration(model: TrainedModel, special_tokens: Mapping[str, int | None]) -> Any:
+    """The model's configuration in Transformers. special_tokens: bos_token_id, eos_token_id and pad_token_id."""
+    architecture = model.architecture
+    if model.args.layernorm_epsilon != LAYERNORM_EPSILON:
+        raise Problem(f"the model's LayerNorm has an epsilon of {model.args.layernorm_epsilon}")
+    if architecture.family == "t5":
+        return blenderbot_configuration(model, special_tokens)
+    from transformers import GPT2Config
+
+    return GPT2Config(
+        vocab_size=architecture.padded_vocabulary,
+        n_positions=architecture.position_rows,
+        n_embd=architecture.hidden,
+        n_layer=architecture.layers,
+        n_head=architecture.heads,
+        n_inner=architecture.ffn,
+        activation_function=model.activation,
+        resid_pdrop=model.args.hidden_dropout,
+        embd_pdrop=model.args.hidden_dropout,
+        attn_pdrop=model.args.attention_dropout,
+        layer_norm_epsilon=LAYERNORM_EPSILON,
+        initializer_range=model.args.init_method_std,
+        **special_tokens,
+    )
+
+
+def blenderbot_configuration(model: TrainedModel, special_tokens: Mapping[str, int | None]) -> Any:
+    from transformers import BlenderbotConfig
+
+    architecture = model.architecture
+    return BlenderbotConfig(
+        vocab_size=architecture.padded_vocabulary,
+        max_position_embeddings=architecture.position_rows,
+        d_model=architecture.hidden,
+        encoder_layers=architecture.encoder_layers,
+        decoder_layers=architecture.decoder_layers,
+        encoder_attention_heads=architecture.heads,
+        decoder_attention_heads=architecture.heads,
+        encoder_ffn_dim=architecture.ffn,
+        decoder_ffn_dim=architecture.ffn,
+        activation_function=model.activation,
+        dropout=model.args.hidden_dropout,
+        attention_dropout=model.args.attention_dropout,
+        activation_dropout=0.0,
+        init_std=model.args.init_method_std,
+        scale_embedding=False,
+        # Samples of the training data begin like this.
+        decoder_start_token_id=special_tokens["eos_token_id"],
+        forced_eos_token_id=None,  # a habit of the chatbot that this class was written for
+        **special_tokens,
+    )

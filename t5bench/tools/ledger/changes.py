@@ -1,0 +1,79 @@
+"""What DeepSpeed's developers changed under these strategies, as their history has it."""
+
+from dataclasses import dataclass
+
+from packaging.version import Version
+
+from t5bench.tools.ledger.modes import DEEPSPEED_PIPELINE, PIPELINE_STAGE_0, STAGE_0, Mode
+
+ISSUES = "https://github.com/deepspeedai/DeepSpeed/issues"  # leads to pull requests too
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change upstream. pulls: the numbers of its pull requests. strategies: whose numbers it changed."""
+
+    pulls: tuple[int, ...]
+    what: str
+    strategies: tuple[str, ...]
+    first_wrong: str = ""  # "": before the oldest release of the ledger
+    first_right: str = ""  # "": none yet
+    precision: str = ""  # "": any
+    offload: bool | None = None
+    clipping: bool | None = None
+    fp32_accumulation: bool | None = None
+    several_micro_batches: bool = False  # it shows with more than one only
+
+    def concerns(self, release: str, strategy: str, mode: Mode) -> bool:
+        """Whether it says why a cell is wrong."""
+        is_later = self.first_right and Version(release) >= Version(self.first_right)
+        is_earlier = self.first_wrong and Version(release) < Version(self.first_wrong)
+        if is_later or is_earlier or strategy not in self.strategies:
+            return False
+        if self.precision not in ("", mode.precision) or (self.several_micro_batches and mode.micro_batches < 2):
+            return False
+        return all(
+            wanted in (None, has)
+            for wanted, has in (
+                (self.offload, mode.offload),
+                (self.clipping, mode.clipping),
+                (self.fp32_accumulation, mode.fp32_accumulation),
+            )
+        )
+
+    @property
+    def links(self) -> str:
+        return ", ".join(f"[#{pull}]({ISSUES}/{pull})" for pull in self.pulls)
+
+
+SHARDED = ("zero1", "zero2", "zero3", "zero3_offload")
+CHANGES = (
+    Change(
+        (7718,), "ZeRO-2 overwrites the gradients of each micro-batch with those of the next", ("zero2",),
+        first_wrong="0.17.6", first_right="0.18.3", offload=False, several_micro_batches=True,
+    ),
+    Change((7724,), "the scale of accumulated gradients", SHARDED, first_right="0.18.4", several_micro_batches=True),
+    Change((7829,), "ZeRO-2 reduces gradients before they are ready", ("zero2",), first_right="0.18.6"),
+    Change(
+        (7839,), "gradients are divided by 65536 and not zeroed", (STAGE_0,), first_right="0.18.6", precision="bf16",
+    ),
+    Change(
+        (7967, 7981), "the gradients of later micro-batches are dropped", ("zero1", "zero2"), first_right="0.19.0",
+        offload=True, several_micro_batches=True,
+    ),
+    Change(
+        (7985,), "the last micro-batch is not all-reduced", ("zero1",), first_wrong="0.18.5", first_right="0.19.0",
+        precision="bf16", fp32_accumulation=True,
+    ),
+    Change(
+        (8068,), "gradient_clipping, if unset, is 1.0 instead of 0", SHARDED, first_wrong="0.19.3", clipping=False,
+    ),
+    Change(
+        (8154,), "the pipeline gives the gradients of several micro-batches a wrong scale",
+        (DEEPSPEED_PIPELINE, PIPELINE_STAGE_0),
+        first_right="0.19.3", several_micro_batches=True,
+    ),
+    Change(
+        (8158,), "a padded fetch overlaps the memory next to it", ("zero3", "zero3_offload"), first_right="0.19.4",
+    ),
+)  # fmt: skip

@@ -1,0 +1,498 @@
+"""``python -m t5bench ledger``: trains every strategy under releases of DeepSpeed and PyTorch: which are right?
+
+Each release is installed in a folder of its own (environments.py), and its cells are trained by one process that
+imports it once (worker.py). A cell is compared with DDP, and DDP with one process, by the bounds of the parity check.
+With ``--locate`` a wrong one is trained once more with a trace, which says where it first differs. Finished cells are
+kept: the same command continues after an interruption.
+"""
+
+import argparse
+import contextlib
+import hashlib
+import json
+import math
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from t5bench import REPOSITORY, Problem, note, raise_on_signals
+from t5bench.compare.traces import first_difference
+from t5bench.plan.launchers import accepted, declared
+from t5bench.plan.ports import free_port
+from t5bench.record.log import iterations
+from t5bench.record.plan import Plan
+from t5bench.sweep.launch import Launch, Row
+from t5bench.tools.ledger import environments, judge, tables
+from t5bench.tools.ledger.judge import Curves
+from t5bench.tools.ledger.modes import (
+    BASELINE,
+    DEEPSPEED_STRATEGIES,
+    HYBRID_PROCESSES,
+    ITERATIONS,
+    MODES,
+    PIPELINE_PROCESSES,
+    PIPELINES,
+    PROCESSES,
+    RELEASES,
+    SAVED_AFTER,
+    SETTINGS,
+    STAGE_0,
+    STRATEGIES,
+    TORCH_STRATEGIES,
+    ZERO_STRATEGIES,
+    Mode,
+    arguments,
+    deepspeed_json,
+    reference_mode,
+)
+
+# A cell takes seconds; importing DeepSpeed too, but a busy machine may be twenty times slower.
+LIMIT_SECONDS = 180
+PATIENCE_SECONDS = 15
+# Code that decides what a cell trains: cells of other code are trained again.
+CODE = ("native/*.py", "t5bench/tools/ledger/modes.py", "t5bench/tools/ledger/pipeline.py")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One measured cell. torch and python: the versions with which it was trained. seconds: how long that took."""
+
+    release: str  # of DeepSpeed; empty for a strategy that needs PyTorch alone
+    strategy: str
+    mode: str
+    verdict: str
+    iteration: int | None
+    quantity: str
+    times: float | None
+    sentence: str
+    torch: str
+    python: str
+    seconds: float
+    code: str
+    where: str = ""
+    """Of a wrong cell that was trained again with a trace: where it first differs from DDP, in words."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    modes = ",".join(mode.name for mode in MODES)
+    parser.add_argument("--releases", default=",".join(RELEASES), help="of DeepSpeed (default: %(default)s)")
+    parser.add_argument("--strategies", default=",".join(STRATEGIES), help="(default: %(default)s)")
+    parser.add_argument("--modes", default=modes, help="(default: %(default)s)")
+    parser.add_argument("--torch", help="releases, each in an environment of its own (default: the running torch)")
+    parser.add_argument("--limit", type=float, default=LIMIT_SECONDS, help="a longer cell hangs (%(default)s s)")
+    locate = "train a wrong cell once more with a trace, and say where it first differs"
+    parser.add_argument("--locate", action="store_true", help=locate)
+    parser.add_argument("--output", type=Path, default=REPOSITORY / "outputs" / "ledger", help="directory of the runs")
+    page = "directory of ledger.md, .html and .json; cells there that are not measured again stay (default: --output's)"
+    parser.add_argument("--page", type=Path, help=page)
+
+
+def chosen(text: str, known: Sequence[str], what: str) -> list[str]:
+    """Raises Problem."""
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    unknown = [name for name in names if known and name not in known]
+    if unknown:
+        raise Problem(f"there is no {what} '{unknown[0]}'", f"Choose from: {', '.join(known)}")
+    if not names:
+        raise Problem(f"no {what} is given", "Leave the option out for all")
+    return names
+
+
+def code_digest() -> str:
+    found = hashlib.sha256()
+    for pattern in CODE:
+        for path in sorted(REPOSITORY.glob(pattern)):
+            found.update(path.read_bytes())
+    return found.hexdigest()[:16]
+
+
+def prepare_data(directory: Path) -> Path:
+    """The bundled sample as an indexed dataset. Raises Problem."""
+    settings = {"SAMPLE": "1", "TOKENIZER_MODEL": "", "MODEL_FAMILY": "t5", "MEGATRON_DATA_DIR": str(directory)}
+    script = ["bash", str(REPOSITORY / "scripts" / "prepare_xsum_megatron.sh")]
+    result = subprocess.run(script, env=os.environ | settings, capture_output=True, text=True, check=False)
+    if result.returncode:
+        raise Problem("cannot prepare the bundled sample", result.stderr)
+    return directory
+
+
+def processes_of(strategy: str, mode: Mode) -> int:
+    if strategy in PIPELINES:
+        return PIPELINE_PROCESSES
+    return HYBRID_PROCESSES if strategy == "hybrid" else mode.processes
+
+
+def read_plans(output: Path, data: Path) -> dict[str, Plan]:
+    """The launchers' plans of the strategies that need no DeepSpeed. Raises Problem."""
+    launch = Launch(SETTINGS | {"MEGATRON_DATA_DIR": str(data), "MODEL_FAMILY": "t5"}, arguments=RECIPE)
+    rows = [Row(name, name, HYBRID_PROCESSES if name == "hybrid" else PROCESSES) for name in TORCH_STRATEGIES]
+    return {row.strategy: accepted(launch.ask(row, output / "plan" / row.name)) for row in rows}
+
+
+def stage_configs() -> dict[str, dict[str, Any]]:
+    """The ZeRO strategies' JSON in ds_configs/. Their launchers' plans would refuse a release that is known to be
+    wrong; the rest of their command line has no effect in the native engine."""
+    folder = REPOSITORY / "ds_configs"
+    return {name: json.loads((folder / declared(name).ds_config).read_text()) for name in ZERO_STRATEGIES}
+
+
+# As in scripts/check_parity.sh: numbers that have no setting.
+RECIPE = ("--adam-beta1", "0.9", "--adam-beta2", "0.9", "--adam-eps", "0.01", "--init-method-std", "0.1")
+
+
+class Worker:
+    """The process that trains a release's cells. Its answers come one a line."""
+
+    def __init__(self, python: Path, folders: Sequence[Path], tokenizer: str, log: Path) -> None:
+        added = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONFAULTHANDLER": "1"}
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("ab") as errors:
+            self.process = subprocess.Popen(
+                [str(python), "-m", "t5bench.tools.ledger.worker", tokenizer, *(["deepspeed"] if folders else [])],
+                env=environments.environment(folders, added),
+                cwd=log.parent,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                start_new_session=True,  # one group with the processes that it forks
+            )
+        self.versions = self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self.process.stdout
+        line = self.process.stdout.readline()
+        return json.loads(line) if line else {"failed": f"its process ended with status {self.process.wait()}"}
+
+    def train(self, cell: Mapping[str, Any]) -> dict[str, Any]:
+        assert self.process.stdin
+        self.process.stdin.write(json.dumps(cell) + "\n")
+        self.process.stdin.flush()
+        return self._answer()
+
+    def end(self) -> None:
+        """Ends it and what it trains, also in the middle of a cell."""
+        with contextlib.suppress(ProcessLookupError):  # it could not import its release
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+class Ledger:
+    """Trains cells and judges them."""
+
+    def __init__(self, plans: Mapping[str, Plan], output: Path, limit: float) -> None:
+        self.plans = plans  # of the strategies that need no DeepSpeed
+        self.output = output
+        self.limit = limit
+        self.stage_configs = stage_configs()
+        self.references: dict[tuple[str, int, int, bool, bool], Curves] = {}
+
+    def words(self, strategy: str, mode: Mode, directory: Path) -> list[str]:
+        """The command line of a cell, whose JSON is written to its directory."""
+        if strategy in PIPELINES:
+            in_bf16 = ["--bf16"] if mode.precision == "bf16" else []
+            return ["--stage", str(PIPELINES[strategy]), *in_bf16]
+        planned = self.plans.get(strategy, self.plans[BASELINE])
+        words = [*planned.arguments.words, *arguments(mode)]
+        if strategy in DEEPSPEED_STRATEGIES:
+            config = self.stage_configs["zero1" if strategy == STAGE_0 else strategy]
+            path = directory / "ds_config.json"
+            path.write_text(json.dumps(deepspeed_json(config, strategy, mode), indent=2))
+            words += ["--deepspeed", "--deepspeed_config", str(path)]
+        return words
+
+    def train(
+        self,
+        worker: Worker,
+        strategy: str,
+        mode: Mode,
+        directory: Path,
+        *,
+        alone: bool = False,
+        with_trace: bool = False,
+    ) -> dict[str, Any]:
+        """The worker's answer; a mode that resumes trains twice. alone: in one process, with the same batch."""
+        directory.mkdir(parents=True, exist_ok=True)
+        for log in directory.glob("rank*.log"):
+            log.unlink()
+        words = self.words(strategy, mode, directory)
+        if with_trace:
+            words += ["--trace", "--tensorboard-dir", str(directory / "tensorboard")]
+        is_pipeline = strategy in PIPELINES
+        cell = {
+            "directory": str(directory),
+            "is_pipeline": is_pipeline,
+            "processes": 1 if alone else processes_of(strategy, mode),
+            "poisons_memory": mode.poisons_memory,
+            "limit": self.limit,
+            "patience": PATIENCE_SECONDS,
+        }
+        checkpoints = str(directory / "checkpoints")
+        attempts: list[list[str]] = [[]]
+        if mode.resumes:
+            first = ["--save", checkpoints, "--save-interval", str(SAVED_AFTER), "--exit-interval", str(SAVED_AFTER)]
+            attempts = [first, ["--load", checkpoints]]
+        seconds = 0.0
+        for added in attempts:
+            answer = worker.train(cell | {"words": [*words, *added], "port": str(free_port())})
+            seconds += answer.get("seconds", 0.0)
+            if not has_ended_well(answer):
+                break
+        return answer | {"seconds": seconds}
+
+    def reference(self, worker: Worker, mode: Mode, *, alone: bool) -> Curves:
+        """The baseline's curves in what the mode has in common with it, trained when first needed. Raises Problem.
+
+        alone: the baseline's own reference, which one process trains.
+        """
+        key = (*reference_mode(mode), alone)
+        if key not in self.references:
+            directory = self.train_reference(worker, mode, alone=alone)
+            self.references[key] = curves(directory)
+        return self.references[key]
+
+    def train_reference(self, worker: Worker, mode: Mode, *, alone: bool, with_trace: bool = False) -> Path:
+        """The directory of the baseline's run. Raises Problem."""
+        plain = replace(
+            mode,
+            name="reference",
+            offload=False,
+            fp32_accumulation=False,
+            resumes=False,
+            poisons_memory=False,
+            config={},
+        )
+        name = "-".join(map(str, (*reference_mode(mode), alone, *(["traced"] if with_trace else []))))
+        directory = self.output / "runs" / BASELINE / name
+        answer = self.train(worker, BASELINE, plain, directory, alone=alone, with_trace=with_trace)
+        if not has_ended_well(answer):
+            raise Problem(f"the baseline does not train: {judge.why(logs(directory))}", f"See {directory}")
+        return directory
+
+    def locate(self, worker: Worker, strategy: str, mode: Mode, directory: Path) -> str:
+        """Where a wrong cell, trained again, first differs from its reference, in words."""
+        traced = directory / "traced"
+        if not has_ended_well(self.train(worker, strategy, mode, traced, with_trace=True)):
+            return f"it cannot be traced: {judge.why(logs(traced))}"
+        try:
+            reference = self.train_reference(worker, mode, alone=strategy == BASELINE, with_trace=True)
+            location = first_difference(traced, reference)
+        except Problem as problem:
+            return f"it cannot be traced: {problem.found}"
+        return f"first in {location.place}" if location else "its trace shows no difference beyond rounding"
+
+    def measure(self, worker: Worker, strategy: str, mode: Mode, directory: Path) -> tuple[judge.Verdict, float]:
+        """The verdict on a cell, and the seconds that it took."""
+        answer = self.train(worker, strategy, mode, directory)
+        if answer.get("failed"):
+            return judge.Verdict(judge.DOES_NOT_RUN, sentence=answer["failed"]), 0.0
+        if answer["hangs"]:
+            return judge.Verdict(judge.HANGS, sentence=f"it did not end within {self.limit:.0f} s"), answer["seconds"]
+        if any(answer["statuses"]):
+            return judge.Verdict(judge.DOES_NOT_RUN, sentence=judge.why(logs(directory))), answer["seconds"]
+        if strategy in PIPELINES:
+            measured, reference = pipeline_curves(directory)
+        else:
+            measured = curves(directory)
+            reference = self.reference(worker, mode, alone=strategy == BASELINE)
+        return judge.judge(measured, reference, mode.precision), answer["seconds"]
+
+
+def has_ended_well(answer: Mapping[str, Any]) -> bool:
+    return not (answer.get("failed") or answer["hangs"] or any(answer["statuses"]))
+
+
+def lacks_place(cell: Cell, mode: Mode) -> bool:
+    """Whether a trace could still say where a cell first differs."""
+    writes_trace = cell.strategy not in PIPELINES and not mode.resumes
+    return cell.verdict == judge.WRONG and writes_trace and not cell.where
+
+
+def logs(directory: Path) -> list[str]:
+    return [path.read_text(errors="replace") for path in sorted(directory.glob("rank*.log"))]
+
+
+def curves(directory: Path) -> Curves:
+    loss: dict[int, float] = {}
+    norm: dict[int, float] = {}
+    for log in logs(directory):
+        for line in iterations(log.splitlines()):
+            loss[line.iteration] = line.lm_loss if line.lm_loss is not None else float("nan")
+            if line.grad_norm is not None:
+                norm[line.iteration] = line.grad_norm
+    # An optimizer that reports no norm is no fault, as long as the losses are numbers.
+    if all(math.isnan(value) for value in norm.values()) and not any(math.isnan(value) for value in loss.values()):
+        norm = {}
+    return Curves(loss, norm)
+
+
+def pipeline_curves(directory: Path) -> tuple[Curves, Curves]:
+    """What DeepSpeed's pipeline logged, and what plain PyTorch did."""
+    for line in "\n".join(logs(directory)).splitlines():
+        if line.startswith('{"losses"'):
+            printed = json.loads(line)
+            measured = dict(enumerate(printed["losses"], 1))
+            expected = dict(enumerate(printed["expected"], 1))
+            return Curves(measured, {}), Curves(expected, {})
+    return Curves({}, {}), Curves(dict.fromkeys(range(1, ITERATIONS + 1), 1.0), {})
+
+
+def read_cells(path: Path) -> dict[tuple[str, ...], Cell]:
+    """The cells that earlier commands measured, by (torch, release, strategy, mode)."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    cells = [Cell(**json.loads(line)) for line in lines]
+    return {(cell.torch, cell.release, cell.strategy, cell.mode): cell for cell in cells}
+
+
+def read_page(directory: Path) -> dict[tuple[str, ...], dict[str, Any]]:
+    """The cells of a page that was written before, by (torch, release, strategy, mode). Raises Problem."""
+    path = directory / "ledger.json"
+    if not path.exists():
+        return {}
+    try:
+        cells = json.loads(path.read_text())["cells"]
+        return {(cell["torch"], cell["release"], cell["strategy"], cell["mode"]): cell for cell in cells}
+    except (ValueError, KeyError, TypeError) as error:
+        raise Problem(f"{path} is no ledger: {error}", "Move it away, or name another --page") from error
+
+
+def wanted_cells(strategies: Iterable[str], modes: Iterable[str]) -> Iterator[tuple[str, Mode]]:
+    names = list(modes)
+    for strategy in strategies:
+        for mode in MODES:
+            if mode.name in names and strategy in mode.strategies:
+                yield strategy, mode
+
+
+def describe(cell: Cell) -> str:
+    if cell.verdict == judge.WRONG:
+        times = f"{cell.times:,.0f} times the bound" if cell.times else "not a number"
+        where = f"; {cell.where}" if cell.where else ""
+        return f"wrong from iteration {cell.iteration} on: {cell.quantity}, {times}{where}"
+    return f"{cell.verdict}: {cell.sentence}" if cell.sentence else cell.verdict
+
+
+@dataclass(frozen=True)
+class Column:
+    """The cells of one environment."""
+
+    torch: str | None
+    """PyTorch's release; None for the running Python's."""
+    release: str
+    """DeepSpeed's release; empty for strategies that need PyTorch alone."""
+    cells: Sequence[tuple[str, Mode]]
+    """Strategies and modes."""
+
+    @property
+    def name(self) -> str:
+        if not self.torch:
+            return self.release or "torch"
+        return f"{self.release} torch {self.torch}".strip()
+
+
+def columns(args: argparse.Namespace) -> list[Column]:
+    """Raises Problem."""
+    releases = chosen(args.releases, (), "release")
+    torches: Sequence[str | None] = chosen(args.torch, (), "torch") if args.torch else [None]
+    strategies = chosen(args.strategies, STRATEGIES, "strategy")
+    wanted = list(wanted_cells(strategies, chosen(args.modes, [mode.name for mode in MODES], "mode")))
+    of_deepspeed = [cell for cell in wanted if cell[0] in DEEPSPEED_STRATEGIES]
+    of_torch = [cell for cell in wanted if cell[0] in TORCH_STRATEGIES]
+    made = []
+    for torch in torches:
+        made.append(Column(torch, "", of_torch))
+        made += [Column(torch, release, of_deepspeed) for release in releases]
+    return [column for column in made if column.cells]
+
+
+class Progress:
+    """Counts the cells, and says of each what came out and how long the rest will take."""
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self.number = 0
+        self.trained = 0
+        self.trained_seconds = 0.0
+
+    def label(self, column: Column, strategy: str, mode: Mode) -> str:
+        self.number += 1
+        return f"[{self.number:{len(str(self.total))}}/{self.total}] {column.name} {strategy} {mode.name}"
+
+    def tell(self, label: str, cell: Cell, seconds: float) -> None:
+        self.trained += 1
+        self.trained_seconds += seconds
+        left = timedelta(seconds=round(self.trained_seconds / self.trained * (self.total - self.number)))
+        note(f"{label}  {describe(cell)}, {cell.seconds:.0f} s; about {left} left")
+
+
+def measure_column(
+    ledger: Ledger, column: Column, tokenizer: Path, code: str, progress: Progress, *, locates: bool
+) -> None:
+    """Adds the cells that are not known yet to the results. Raises Problem."""
+    results = ledger.output / "cells.jsonl"
+    python = environments.base_python(column.torch)
+    folders = [environments.release_folder(column.release, python, column.torch)] if column.release else []
+    runs = ledger.output / "runs" / column.name.replace(" ", "-")
+    ledger.references.clear()  # by this torch
+    worker = Worker(python, folders, str(tokenizer), runs / "worker.log")
+    versions = worker.versions
+    torch = versions.get("torch", column.torch or "")
+    try:
+        for strategy, mode in column.cells:
+            label = progress.label(column, strategy, mode)
+            known = read_cells(results).get((torch, column.release, strategy, mode.name))
+            if known and known.code == code and not (locates and lacks_place(known, mode)):
+                note(f"{label}  {describe(known)} (known)")
+                continue
+            begin = time.monotonic()
+            directory = runs / strategy / mode.name.replace(" ", "-")
+            if "failed" in versions:
+                verdict = judge.Verdict(judge.DOES_NOT_RUN, sentence=versions["failed"])
+                seconds = 0.0
+            else:
+                verdict, seconds = ledger.measure(worker, strategy, mode, directory)
+            cell = Cell(
+                column.release, strategy, mode.name, **asdict(verdict), torch=torch,
+                python=versions.get("python", ""), seconds=round(seconds, 1), code=code,
+            )  # fmt: skip
+            if locates and lacks_place(cell, mode):
+                cell = replace(cell, where=ledger.locate(worker, strategy, mode, directory))
+            with results.open("a") as file:
+                file.write(json.dumps(asdict(cell)) + "\n")
+            progress.tell(label, cell, time.monotonic() - begin)
+    finally:
+        worker.end()
+
+
+def run(args: argparse.Namespace) -> int:
+    """Raises Problem."""
+    raise_on_signals()
+    wanted = columns(args)
+    kept = read_page(args.page) if args.page else {}
+    output = args.output.resolve()
+    data = prepare_data(output / "data")
+    ledger = Ledger(read_plans(output, data), output, args.limit)
+    code = code_digest()
+    progress = Progress(sum(len(column.cells) for column in wanted))
+    failed = False
+    for column in wanted:
+        try:
+            measure_column(ledger, column, data / "tokenizer", code, progress, locates=args.locate)
+        except Problem as problem:
+            note(f"error: {column.name} was not measured: {problem.found}")
+            note(f"       {problem.remedy}")
+            failed = True
+    known = read_cells(output / "cells.jsonl")
+    measured = {key: asdict(cell) for key, cell in known.items() if cell.code == code}
+    page = args.page or output
+    cells = list((kept | measured).values())
+    tables.write(page, cells)
+    note(f"the table: {page / 'ledger.md'}; also as .html, .svg and .json")
+    print(tables.summary(cells))
+    return 1 if failed else 0

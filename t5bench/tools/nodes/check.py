@@ -1,0 +1,407 @@
+"""Checks all nodes at once over ssh, within a minute, and prints one table. About each node: whether it can be reached,
+its limits, memory, disks, kernel log, GPUs and speed. Between nodes: clocks, names, the state of this repository and of
+the engine, libraries, data, GPUs, free ports, and the network as measured with all-reduces.
+
+Below the table come the reasons for failures, PASS or FAIL for each node, and the list for srun's --exclude. Every
+node must have the repository, the data and this shell's Python (PYTHON, else python3) at the same path. With --health
+only the nodes themselves are checked, which takes 30 seconds and needs neither data nor engine.
+
+Exit status: 0 all checks passed, 1 a check failed, 2 wrong use.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import statistics
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+import msgspec
+from tabulate import tabulate
+
+from t5bench import Problem
+from t5bench.plan.launchers import ALONE, accepted, declarations
+from t5bench.plan.planner import plan
+from t5bench.plan.topology import REACHED_BY, double, is_this_host
+from t5bench.record.hosts import is_loopback, is_nobody, without_dot
+from t5bench.record.network import Figures, Network
+from t5bench.text import steer, visible
+from t5bench.tools.nodes import health
+from t5bench.tools.nodes.ask import CONNECT_SECONDS, Reply, execute, unreachable
+from t5bench.tools.nodes.cell import Cell
+from t5bench.tools.nodes.probe import SECONDS, Question
+
+# Seconds; everything ends within a minute.
+PROBE_LIMIT = CONNECT_SECONDS + SECONDS + 1
+HEALTH_LIMIT = CONNECT_SECONDS + health.SECONDS + 1  # until here, a node has told everything
+LEAST_HEALTH_SECONDS = 5.0
+# from the start of the check, and in any case
+NETWORK_LIMIT = 55.0
+LEAST_NETWORK = 27.0
+LARGEST_CLOCK_DIFFERENCE = 1.0  # seconds
+RED = "\033[31m"
+PLAIN = "\033[0m"
+UNKNOWN = Cell("-")
+ABSENT = ("none", UNKNOWN.text)
+# Rows of the probe that say something about one node alone.
+ABOUT_ONE_NODE = ("reachable", "health", "disk", "memory", "clock")
+# Of the median of all nodes with the same device.
+GPU_SHARE = 0.7
+CPU_SHARE = health.OWN_SHARE
+
+# What to do about a row that is red, unless the node itself says; for all other rows, ENVIRONMENT.
+REMEDIES = {
+    "repository": "Bring all nodes to the same commit (git status, git pull), or copy it from one to the others",
+    "data": "Copy the files and the tokenizer from a node that has them (README, step 7), or prepare them there: bash"
+    " scripts/prepare_xsum_megatron.sh   (SAMPLE=1 for the bundled sample)",
+    "GPUs": "The slowest node sets the pace: use equal ones (SLURM: --gres=gpu:1), or set CUDA_VISIBLE_DEVICES and"
+    " NPROC_PER_NODE; if a GPU is not listed, check the driver",
+    "processors": "Use nodes with the same processors, and ask for as many on each (SLURM: --cpus-per-task)",
+    "driver": "Install the same driver on all nodes, or choose nodes that have it",
+    "network": "Let the nodes reach each other on every TCP port (check for a firewall) with the same MTU, and name the"
+    " interface between them on all nodes: GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME",
+    "clock": "Let chrony or ntpd set the clock: timedatectl shows which is wrong",
+}
+ENVIRONMENT = "Use the same environment on all nodes: activate it, then pip install -r requirements.txt"
+
+Row = dict[str, Cell]  # by host
+
+
+@dataclass
+class Node:
+    """A host."""
+
+    host: str
+    here: bool = False
+    """Whether it is the one on which the check was started."""
+    cells: dict[str, Cell] = field(default_factory=dict)
+    """By row of the table."""
+    clock: float | None = None
+    """Its clock less ours, in seconds."""
+    free_port: int | None = None
+    kind: str = ""
+    """Its GPU's name in nvidia-smi, or cpu."""
+    speeds: dict[str, float] = field(default_factory=dict)
+    """Its slowest device's figures, by the names of health.SPEEDS."""
+    own_rows: set[str] = field(default_factory=set)
+    """The rows that say whether it is healthy."""
+
+
+# ---- asking the nodes ----------------------------------------------------------------------------------------------
+
+
+def fill_in(node: Node, reply: Reply) -> None:
+    """The cells of a reply, or why there is none."""
+    if reply.answer:
+        node.clock = reply.clock
+        how = "this host" if node.here else f"ssh {reply.seconds:.1f} s"
+        node.cells.setdefault("reachable", Cell(how))
+        node.cells |= {row: Cell(**cell) for row, cell in reply.answer["cells"].items()}
+    else:
+        node.cells.setdefault("reachable", unreachable(node.host, reply.error))
+
+
+def fill_in_facts(node: Node, reply: Reply) -> None:
+    """The answer of probe.py."""
+    fill_in(node, reply)
+    node.free_port = reply.answer.get("free_port")
+
+
+def fill_in_health(node: Node, reply: Reply) -> None:
+    """The answer of health.py."""
+    fill_in(node, reply)
+    if reply.answer:
+        node.kind = reply.answer["kind"]
+        node.speeds = reply.answer["speeds"]
+        node.own_rows = set(reply.answer["cells"])
+    elif not node.cells["reachable"].problem:
+        node.cells["health"] = Cell("no answer", reply.error.splitlines()[-1], "See the node's kernel log")
+
+
+def health_of(node: Node, python: str, device: str, seconds: float = health.SECONDS) -> Reply:
+    limit = CONNECT_SECONDS + seconds + 1
+    return execute(node.host, python, "health", [device, str(seconds)], limit, here=node.here)
+
+
+def facts_of(node: Node, python: str, question: Question) -> Reply:
+    own = replace(question, host=node.host)
+    return execute(node.host, python, "probe", [json.dumps(asdict(own))], PROBE_LIMIT, here=node.here)
+
+
+def find_doubles(nodes: Sequence[Node]) -> None:
+    """Makes an address that two nodes report a problem: they are one node under two names."""
+    first: dict[str, str] = {}
+    for node in nodes:
+        cell = node.cells.get("address", UNKNOWN)
+        if cell.problem or cell.text in ABSENT:
+            continue
+        other = first.setdefault(cell.text, node.host)
+        # Several loopback addresses stand for several nodes on purpose, in a rehearsal on one machine.
+        if other != node.host and not is_loopback(node.host):
+            problem = f"it is the same node as {other}, under another name"
+            node.cells["address"] = replace(cell, problem=problem, remedy="Name each node once in HOSTS")
+
+
+def compare_speeds(nodes: Sequence[Node]) -> None:
+    """Makes a speed far below the median of three nodes or more with the same device a problem."""
+    by_kind: dict[str, list[Node]] = {}
+    for node in nodes:
+        by_kind.setdefault(node.kind, []).append(node)
+    for kind, alike in by_kind.items():
+        share = CPU_SHARE if kind == "cpu" else GPU_SHARE
+        for row, (name, *_) in health.SPEEDS.items():
+            measured = [node for node in alike if name in node.speeds]
+            if len(measured) < 3:
+                continue
+            median = statistics.median(node.speeds[name] for node in measured)
+            for node in measured:
+                cell = node.cells[row]
+                if node.speeds[name] < share * median and not cell.problem:
+                    problem = f"{cell.text}; the median of {len(measured)} nodes is {median:.3g}"
+                    node.cells[row] = replace(cell, problem=problem, remedy=health.SLOW)
+
+
+def compare_clocks(nodes: Sequence[Node]) -> None:
+    """Fills in the row "clock": every clock compared with the first known one."""
+    known = [(node, node.clock) for node in nodes if node.clock is not None]
+    for node, clock in known:
+        first, reference = known[0]
+        ahead = round(clock - reference, 2) + 0.0  # no -0.0
+        problem = f"its clock is {ahead:+.1f} s off that of {first.host}, so the nodes' logs cannot be put in order"
+        node.cells["clock"] = Cell(f"{ahead:+.2f} s", problem if abs(ahead) > LARGEST_CLOCK_DIFFERENCE else "")
+
+
+def measure_network(nodes: Sequence[Node], python: str, limit: float) -> Network | None:
+    """Fills in the row "network" within so many seconds, and returns what was measured, if anything."""
+    for node in nodes:
+        node.cells["network"] = Cell("not measured")
+    able = [node for node in nodes if node.cells.get("torch", UNKNOWN).text not in ABSENT]
+    if len(able) < 2 or able[0].free_port is None:
+        return None
+    common = {"MASTER_ADDR": able[0].host, "MASTER_PORT": str(able[0].free_port)}
+    common["HOSTS"] = " ".join(node.host for node in able)
+
+    def start(rank: int) -> Reply:
+        seconds = str(limit - CONNECT_SECONDS - 1)
+        node = able[rank]
+        environment = {**common, "RANK": str(rank)}
+        return execute(node.host, python, "network", [seconds], limit, here=node.here, **environment)
+
+    with ThreadPoolExecutor(len(able)) as pool:
+        replies = list(pool.map(start, range(len(able))))
+    result = replies[0].answer
+    if "pairs" not in result:
+        for node, reply in zip(able, replies, strict=True):
+            node.cells["network"] = Cell("no all-reduce", reply.answer.get("error") or reply.error.splitlines()[-1])
+        return None
+    able[0].cells["network"] = Cell("master")
+    hosts = [node.host for node in able]
+    by_host = {hosts[int(rank)]: figures for rank, figures in result["pairs"].items()}
+    network = msgspec.convert({**result, "hosts": hosts, "pairs": by_host}, Network)
+    for node in able[1:]:
+        node.cells["network"] = Cell(speed_of(network.pairs[node.host]))
+    return network
+
+
+def speed_of(figures: Figures) -> str:
+    return f"{figures.gbit:.3g} Gbit/s, {figures.us:.0f} us, {figures.us_computing:.0f} while computing"
+
+
+def about(network: Network) -> str:
+    """A line on what was measured."""
+    together = ""
+    if network.together:
+        together = f" All {len(network.hosts)} together: {speed_of(network.together)}."
+    return f"Network measured with {network.backend}, between each node and {network.hosts[0]}.{together}"
+
+
+# ---- the table -----------------------------------------------------------------------------------------------------
+
+
+def compared(row: Row) -> Row:
+    """Makes every difference from the first healthy node a problem."""
+    healthy = {host: cell for host, cell in row.items() if cell.same and not cell.problem}
+    first, reference = next(iter(healthy.items()), ("", UNKNOWN))
+    judged = dict(row)
+    for host, cell in healthy.items():
+        differs = " and ".join(what for what, value in cell.same.items() if value != reference.same[what])
+        if differs:
+            problem = f"differs from {first} in {differs}: {cell.text} here, {reference.text} there"
+            judged[host] = replace(cell, problem=problem)
+    return judged
+
+
+def table(nodes: Sequence[Node]) -> dict[str, Row]:
+    """Every check by name, without those for which no node has a value."""
+    names = dict.fromkeys(name for node in nodes for name in node.cells)
+    rows = {name: compared({node.host: node.cells.get(name, UNKNOWN) for node in nodes}) for name in names}
+    return {n: row for n, row in rows.items() if any(c.problem or c.text not in ABSENT for c in row.values())}
+
+
+def render(rows: Mapping[str, Row], colour: bool) -> str:
+    """The table, and below it each problem with what to do about it."""
+
+    def text(cell: Cell) -> str:
+        said = visible(cell.text)
+        failed = f"{RED}FAIL {said}{PLAIN}" if colour else f"FAIL {said}"
+        return failed if cell.problem else said
+
+    hosts = [host if host.replace(".", "").isdigit() else host.split(".")[0] for host in rows["reachable"]]
+    body = [[name, *map(text, row.values())] for name, row in rows.items()]
+    lines = [tabulate(body, ["check", *hosts], disable_numparse=True)]
+    explained: dict[tuple[str, str, str], list[str]] = {}
+    for name, row in rows.items():
+        for host, cell in row.items():
+            if cell.problem:
+                remedy = cell.remedy or REMEDIES.get(name, ENVIRONMENT)
+                explained.setdefault((name, cell.problem, remedy), []).append(host)
+    for (name, problem, remedy), where in explained.items():
+        lines += ["", f"{name} on {', '.join(where)}: {problem}", f"    {remedy}"]
+    return "\n".join(lines)
+
+
+# ---- the verdict ---------------------------------------------------------------------------------------------------
+
+
+def verdicts(nodes: Sequence[Node]) -> str:
+    """PASS or FAIL for each node with its reasons, and the list for --exclude.
+
+    A node fails by itself: that two nodes have different data or commits is no reason to leave one of them out.
+    """
+    lines = []
+    failed = []
+    for node in nodes:
+        rows = [row for row in node.cells if row in node.own_rows or row in ABOUT_ONE_NODE]
+        reasons = [f"{row}: {node.cells[row].problem}" for row in rows if node.cells[row].problem]
+        lines.append(f"FAIL  {node.host}  {'; '.join(reasons)}" if reasons else f"PASS  {node.host}")
+        if reasons:
+            failed.append(node.host)
+    if failed:
+        lines += ["", f"To leave out what failed: --exclude={','.join(failed)}"]
+    return "\n".join(lines)
+
+
+# ---- the command ---------------------------------------------------------------------------------------------------
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = __doc__
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("hosts", nargs="*", metavar="HOST", help="the nodes, the master first")
+    parser.add_argument("--health", action="store_true", help="check only whether each node is healthy")
+    network = "write what was measured of the network into this file, for python -m t5bench predict --network"
+    parser.add_argument("--network", type=Path, metavar="FILE", help=network)
+
+
+def checked_hosts(hosts: Sequence[str]) -> list[str]:
+    """The hosts without trailing dots. Raises Problem for no host, for one that is named twice, and for no address."""
+    if not hosts:
+        remedy = "List the nodes, the master first: bash scripts/check_cluster.sh node0 node1"
+        raise Problem("no hosts are given, HOSTS is not set, and this is not a SLURM allocation", remedy)
+    named = [without_dot(host) for host in hosts]
+    for host in named:
+        if is_nobody(host):
+            raise Problem(f"{host} is an address to listen on, not the address of a node", REACHED_BY)
+    named_twice = double(named, resolves=True)
+    if named_twice:
+        raise Problem(named_twice, "List each node once, the master first")
+    return named
+
+
+def run(args: argparse.Namespace) -> int:
+    """Raises Problem."""
+    hosts = checked_hosts(args.hosts)
+    if args.network:
+        check_place(args.network, hosts, is_health_alone=args.health)
+    # A Ctrl-C ends this and every ssh at once; processes on the nodes end by their own time limit.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    python = shutil.which(os.environ.get("PYTHON") or "python3") or sys.executable
+    nodes = [Node(host, here=is_this_host(host)) for host in hosts]
+    if args.health:
+        device = "cuda" if os.environ.get("DEVICE") != "cpu" else "cpu"
+        with ThreadPoolExecutor(len(nodes)) as pool:
+            replies = list(pool.map(lambda node: health_of(node, python, device), nodes))
+        for node, reply in zip(nodes, replies, strict=True):
+            fill_in_health(node, reply)
+        network = None
+    else:
+        network = check_all(nodes, python)
+    compare_clocks(nodes)
+    compare_speeds(nodes)
+    rows = table(nodes)
+    count = len([cell for row in rows.values() for cell in row.values() if cell.problem])
+    verdict = f"{count} check{'s' if count > 1 else ''} failed." if count else "All checks passed."
+    colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    note = about(network) if network else ""
+    shown = "\n\n".join(filter(None, [render(rows, colour), note, verdicts(nodes), verdict]))
+    if colour:
+        steer(sys.stdout, visible(shown, "\t\n", colours=True) + "\n")
+    else:
+        print(shown)
+    if args.network:
+        save(network, args.network)
+    return 1 if count else 0
+
+
+def check_place(path: Path, hosts: Sequence[str], is_health_alone: bool) -> None:
+    """Raises Problem if no network would be measured, or if there is no place to write it."""
+    if is_health_alone:
+        raise Problem("--health does not measure the network, which --network writes down", "Leave one of them out")
+    if len(hosts) < 2:
+        raise Problem(f"--network needs two hosts or more, found {hosts[0]}", "Name another host")
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise Problem(f"{path} cannot be written", "Name another file with --network")
+
+
+def save(network: Network | None, path: Path) -> None:
+    """Raises Problem if the file cannot be written."""
+    if not network:  # the table says why
+        print(f"\nNo network was measured, so {path} was not written.")
+        return
+    try:
+        network.write(path)
+    except OSError as error:
+        raise Problem(f"{path} cannot be written: {error.strerror}", "Name another file with --network") from error
+    print(f"\nWrote {path}; read it with: python -m t5bench predict --network {path}")
+
+
+def check_all(nodes: Sequence[Node], python: str) -> Network | None:
+    """Asks all nodes for everything; returns what was measured of the network."""
+    # A launcher's plan for this host only, ignoring what the host lacks for a run.
+    planned = accepted(plan({**os.environ, **ALONE}, "ddp"))
+    strategies = declarations()
+    ports = [planned.number("MASTER_PORT")] if os.environ.get("MASTER_PORT") else [s.port for s in strategies]
+    question = Question(
+        host="",
+        hosts=[node.host for node in nodes],
+        engine_directory=planned.engine_directory,
+        data_prefix=planned.data_prefix,
+        output_directory=planned.output_dir,
+        device=planned.device,
+        ports=ports,
+    )
+    start = time.monotonic()
+    deadline = start + HEALTH_LIMIT
+    with ThreadPoolExecutor(len(nodes)) as pool:
+        list(pool.map(lambda node: ask_everything(node, python, question, deadline), nodes))
+    find_doubles(nodes)
+    left = NETWORK_LIMIT - (time.monotonic() - start)
+    return measure_network(nodes, python, max(LEAST_NETWORK, left))
+
+
+def ask_everything(node: Node, python: str, question: Question, deadline: float) -> None:
+    """First what nodes must have in common, then whether the node is healthy, so that neither slows the other."""
+    fill_in_facts(node, facts_of(node, python, question))
+    seconds = min(health.SECONDS, deadline - time.monotonic() - CONNECT_SECONDS - 1)
+    if node.cells["reachable"].problem:
+        return
+    if seconds < LEAST_HEALTH_SECONDS:
+        node.cells["health"] = Cell("not checked: slow")
+        return
+    fill_in_health(node, health_of(node, python, question.device, seconds))

@@ -1,0 +1,86 @@
+"""The page of ``python -m t5bench layouts --page``: the planner in one file that needs no server and no Python.
+
+Its formulas are t5bench/costmodel's own, translated to JavaScript when the page is made (javascript.py).
+"""
+
+import argparse
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from t5bench.costmodel import schedule, time
+from t5bench.costmodel.job import Architecture, FullySharded, Job, Parallel, Software, Zero
+from t5bench.costmodel.machine import DEVICES, Machine
+from t5bench.costmodel.prediction import machine_of
+from t5bench.costmodel.presets import PRESETS
+from t5bench.costmodel.traffic import Row, rows
+from t5bench.plan.forecast import GIGABITS
+from t5bench.tools.predict import layouts
+from t5bench.tools.predict.command import SETTINGS_PRESETS, vocabulary_of
+from t5bench.tools.predict.javascript import RUNTIME, Program
+
+HERE = Path(__file__).parent
+OWN_SETTINGS = "the current settings"
+ROOTS = (
+    layouts.Space,
+    layouts.Candidate,
+    layouts.pareto,
+    layouts.losers,
+    layouts.not_told_apart,
+    machine_of,
+    rows,
+    schedule.one_f_one_b,
+    time.stage_seconds,
+)
+# Classes whose objects the page gets as values.
+RECORDS = (Architecture, FullySharded, Job, Machine, Parallel, Row, Software, Zero)
+# What page.js reads of them, besides fields.
+MEMBERS = (
+    "components", "fits", "kind", "limit", "memory", "memory_bytes", "memory_interval", "mfu", "missing", "node_bytes",
+    "parts", "peak", "ranked", "seconds", "seconds_interval", "start", "tflops", "time", "title", "total",
+)  # fmt: skip
+
+
+def program(args: argparse.Namespace, gpus: int) -> str:
+    """The JavaScript of the model with the models and GPUs to choose from. gpus: how many are chosen at first.
+
+    Raises Problem and Untranslatable.
+    """
+    made = Program(set(MEMBERS))
+    for root in (*ROOTS, *RECORDS):
+        made.name_of(root)
+    models = made.value(_models(args), "page.py")
+    devices = made.value(DEVICES, "page.py")
+    start = {
+        "model": args.model or OWN_SETTINGS,
+        "device": args.device or "h100",
+        "gpus": gpus,
+        "perNode": args.per_node,
+        "link": args.link or GIGABITS,
+        "batch": args.global_batch or max(layouts.default_batch(), gpus),
+    }
+    own = f"const MODELS = {models};\nconst DEVICES_BY_NAME = {devices};\nconst START = {json.dumps(start)};\n"
+    return RUNTIME.read_text() + made.text() + own
+
+
+def _models(args: argparse.Namespace) -> dict[str, tuple[Any, ...]]:
+    """By name: a job on one GPU, the stages of ZeRO, the settings that a run must have, and whether it can be run."""
+    found: dict[str, tuple[Any, ...]] = {}
+    for name in (None, *SETTINGS_PRESETS, *PRESETS):
+        ddp, *zeros = layouts.plans_of_one_gpu(argparse.Namespace(**vars(args) | {"model": name}))
+        job = Job.of_plan(ddp, vocabulary_of(ddp, args.vocabulary))
+        if name in PRESETS:
+            job = replace(job, architecture=PRESETS[name])
+        stages = [Zero.of_config(each.ds_config) for each in zeros]
+        found[name or OWN_SETTINGS] = (job, stages, dict(layouts.given(ddp)), name not in PRESETS)
+    return found
+
+
+def text(args: argparse.Namespace, gpus: int) -> str:
+    """The whole page. gpus: how many are chosen at first. Raises Problem and Untranslatable."""
+    page = (HERE / "page.html").read_text()
+    scripts = {"/* PROGRAM */": program(args, gpus), "/* PAGE */": (HERE / "page.js").read_text()}
+    for place, script in scripts.items():
+        page = page.replace(place, script.replace("</", "<\\/"))
+    return page

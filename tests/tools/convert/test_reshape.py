@@ -1,0 +1,192 @@
+"""Checkpoints for another layout: weights without the engine, and runs that continue."""
+
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import torch
+from real_runs import EXACT, WATCHED, train
+
+from t5bench import Problem
+from t5bench.__main__ import main
+from t5bench.record.records import Run, load
+from t5bench.tools.convert.checkpoint_file import read_checkpoint_file as read
+from t5bench.tools.convert.reshape import write
+from t5bench.tools.convert.shards import HEAD, WORDS, Cut, Weights, whole_weights
+from t5bench.tools.convert.trained import TrainedModel, settings_of
+from t5bench.tools.verify.relations import contradictions
+
+HEADS, WIDTH, LAYERS = 4, 8, 4
+
+
+def arguments(t5: bool, **changes: object) -> Namespace:
+    """As a checkpoint of one process holds them."""
+    engine = {
+        "encoder_num_layers": LAYERS, "num_layers": LAYERS, "decoder_num_layers": 2 * LAYERS if t5 else None,
+        "num_attention_heads": HEADS, "padded_vocab_size": 16, "make_vocab_size_divisible_by": 16,
+        "tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "deepspeed": False,
+        "swiglu": False, "num_key_value_heads": HEADS, "untie_embeddings_and_output_weights": False,
+        "ffn_hidden_size": 32, "params_dtype": torch.float32, "ds_pipeline_enabled": False, "zero_stage": 0,
+    }  # fmt: skip
+    return Namespace(**engine | changes)
+
+
+def model(t5: bool) -> Weights:
+    """Every parameter whole, each number once."""
+    shapes = {"embedding.word_embeddings.weight": (16, WIDTH), "embedding.position_embeddings.weight": (6, WIDTH)}
+    for kind, count in {"encoder": LAYERS, **({"decoder": 2 * LAYERS} if t5 else {})}.items():
+        for number in range(count):
+            layer = f"{kind}.layers.{number}"
+            shapes |= {f"{layer}.self_attention.query_key_value.{end}": (3 * WIDTH, *more) for end, more in ENDS}
+            shapes |= {f"{layer}.inter_attention.key_value.{end}": (2 * WIDTH, *more) for end, more in ENDS}
+            shapes |= {f"{layer}.mlp.dense_4h_to_h.weight": (WIDTH, 32), f"{layer}.mlp.dense_4h_to_h.bias": (WIDTH,)}
+        shapes[f"{kind}.final_layernorm.weight"] = (WIDTH,)
+    weights, begin = {}, 0
+    for name, shape in ({f"language_model.{name}": s for name, s in shapes.items()} | {"lm_head.bias": (16,)}).items():
+        if t5 or ("inter_" not in name and "lm_head" not in name):
+            size = torch.Size(shape).numel()
+            weights[name], begin = torch.arange(begin, begin + size).float().view(shape), begin + size
+    return weights
+
+
+ENDS = (("weight", (WIDTH,)), ("bias", ()))
+Q_K_V = "language_model.encoder.layers.3.self_attention.query_key_value.bias"
+
+
+def cut_for(t5: bool, directory: Path, tp: int, pp: int) -> Path:
+    whole = model(t5)
+    head = {"args": arguments(t5), "iteration": 7, "tokens": 1, "checkpoint_version": 3.0}
+    complete = whole | {HEAD: whole["language_model.embedding.word_embeddings.weight"]}
+    write(head, complete, directory, Cut.of(head["args"], tp, pp))
+    return directory / "iter_0000007"
+
+
+@pytest.mark.parametrize("t5", [True, False])
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (4, 1), (1, 4), (2, 2)])
+def test_a_model_that_is_cut_can_be_joined_again(tmp_path: Path, t5: bool, tp: int, pp: int):
+    folder, whole = cut_for(t5, tmp_path, tp, pp), model(t5)
+    found = whole_weights(folder, read(min(folder.rglob("*.pt")))["args"])
+    assert len(list(folder.glob("*/model_optim_rng.pt"))) == tp * pp
+    assert found[HEAD].equal(whole[WORDS])
+    assert {*found} - {HEAD} == whole.keys() and all(found[name].equal(whole[name]) for name in whole)
+
+
+def test_every_stage_has_its_parts_and_every_rank_its_heads(tmp_path: Path):
+    folder = cut_for(True, tmp_path, 2, 4)
+    parts = [read(folder / f"mp_rank_01_{stage:03d}" / "model_optim_rng.pt")["model"] for stage in range(4)]
+    held = [sorted({*part, *part["language_model"]} - {"language_model"}) for part in parts]
+    assert held == [
+        ["embedding", "encoder"], ["encoder"], ["decoder", "embedding"],
+        ["decoder", "lm_head", "word_embeddings_for_head"],
+    ]  # fmt: skip
+    # Its second layer is the model's fourth. The second half of the heads of query, key and value, each by itself.
+    own = parts[1]["language_model"]["encoder"][Q_K_V.replace("language_model.encoder.layers.3", "layers.1")]
+    assert own.tolist() == [number for block in model(True)[Q_K_V].chunk(3) for number in block.tolist()[4:]]
+    assert not [name for name in parts[0]["language_model"]["encoder"] if "final" in name]
+
+
+def test_shards_of_zero3_and_of_the_pipeline_module_are_read(tmp_path: Path):
+    whole = model(False)
+    shapes = [{name: value.shape for name, value in whole.items()}]
+    for rank in range(3):  # no size is a multiple of 3
+        parts = [torch.nn.functional.pad(v.flatten(), (0, -v.numel() % 3)).chunk(3)[rank] for v in whole.values()]
+        state = {"partition_count": 3, "fp32_flat_groups": [torch.cat(parts)]}
+        torch.save({"optimizer_state_dict": state}, tmp_path / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+    torch.save({"param_shapes": shapes}, tmp_path / "zero_pp_rank_0_mp_rank_00_model_states.pt")
+    prefixes = ["embedding.", *(f"encoder.layers.{number}." for number in range(LAYERS)), "encoder.final_layernorm."]
+    for number, prefix in enumerate((f"language_model.{prefix}" for prefix in prefixes), start=1):
+        layer = {name.removeprefix(prefix): value for name, value in whole.items() if name.startswith(prefix)}
+        torch.save(layer, tmp_path / f"layer_{number:02d}-model_00-model_states.pt")
+    for changes in ({"zero_stage": 3}, {"zero_stage": 1, "ds_pipeline_enabled": True}):
+        found = whole_weights(tmp_path, arguments(False, deepspeed=True, **changes))
+        assert {*found} - {HEAD} == {*whole} and all(found[name].equal(whole[name]) for name in whole)
+
+
+@pytest.mark.parametrize(
+    ("tp", "pp", "changes"),
+    [(3, 1, {}), (1, 5, {}), (1, 3, {}), (0, 1, {}), (4, 1, {"ffn_hidden_size": 30}), (1, 1, {"swiglu": True})],
+)  # fmt: skip
+def test_what_cannot_be_cut_is_refused(tp: int, pp: int, changes: dict[str, int]):
+    with pytest.raises(Problem, match=f"cannot be divided for TP {tp} and PP {pp}"):
+        Cut.of(arguments(True, **changes), tp, pp)
+
+
+def continued(run: Path, directory: Path, strategy: str, tp: int, pp: int, **settings: str) -> Run:
+    """A run's second half, in another layout and with another strategy."""
+    words = ["reshape", run, "--tp", tp, "--pp", pp, "--output", directory, "--iteration", "10"]
+    assert main([str(word) for word in words]) == 0
+    return train(strategy, directory, **EXACT, **WATCHED | {"WANDB_MODE": "disabled"}, **settings, RESUME="1")
+
+
+def check_continues(found: Run, expected: Run) -> None:
+    """The same samples, rates, losses and gradient norms as without the change."""
+    numbers = {line.iteration: (line.lm_loss, line.grad_norm, line.learning_rate) for line in expected.iterations}
+    assert [line.iteration for line in found.iterations] == list(range(11, 21))
+    for line in found.iterations:
+        assert (line.lm_loss, line.grad_norm, line.learning_rate) == pytest.approx(numbers[line.iteration], rel=5e-6)
+    assert found.evaluations[-1].lm_loss == pytest.approx(expected.evaluations[-1].lm_loss, rel=1e-6)
+    assert not list(contradictions(found))
+
+
+CHANGES = [
+    ("hybrid", "ddp", 1, 1),
+    pytest.param("ddp", "tensor", 2, 1, marks=pytest.mark.long),
+    pytest.param("zero1", "ddp", 1, 1, marks=pytest.mark.long),
+    pytest.param("tensor", "pipeline", 1, 2, marks=pytest.mark.long),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("before", "after", "tp", "pp"), [*CHANGES, ("zero3", "fsdp2", 1, 1)])
+def test_a_run_of_the_native_engine_continues_in_another_layout(
+    native_runs: Path, sample_data: Path, tmp_path: Path, before: str, after: str, tp: int, pp: int
+):
+    run = native_runs / before
+    found = continued(run, tmp_path / after, after, tp, pp, ENGINE="native", MEGATRON_DATA_DIR=str(sample_data))
+    check_continues(found, load(run))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("run", "tp", "pp"), [("zero3", 2, 4), ("hybrid", 1, 1)])
+def test_a_reshaped_run_of_the_native_engine_has_the_same_weights(native_runs, tmp_path: Path, run: str, tp, pp):
+    """It can be exported before it continues, under the settings that its run had."""
+    directory = tmp_path / "reshaped"
+    words = ["reshape", native_runs / run, "--tp", tp, "--pp", pp, "--output", directory]
+    assert main([str(word) for word in words]) == 0
+    found = TrainedModel.of_run(directory)
+    expected = TrainedModel.of_run(native_runs / run)
+    assert (found.iteration, found.architecture, found.dtype) == (20, expected.architecture, expected.dtype)
+    assert {*found.weights} == {*expected.weights}
+    assert all(found.weights[name].to(found.dtype).equal(expected.weights[name]) for name in found.weights)
+    assert settings_of(directory).plan.data_prefix == expected.record.plan.data_prefix
+    with pytest.raises(Problem, match="has no checkpoint of iteration 10"):
+        TrainedModel.of_run(directory, 10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("before", "after", "tp", "pp"), CHANGES)
+def test_a_run_of_megatron_continues_in_another_layout(
+    megatron_runs: Path,
+    megatron_dir: Path,
+    sample_data: Path,
+    tmp_path: Path,
+    before: str,
+    after: str,
+    tp: int,
+    pp: int,
+):
+    engine = {"ENGINE": "megatron", "MEGATRON_DIR": str(megatron_dir), "MEGATRON_DATA_DIR": str(sample_data)}
+    run = megatron_runs / before
+    check_continues(continued(run, tmp_path / after, after, tp, pp, **engine), load(run))
+
+
+@pytest.mark.slow
+def test_the_states_of_bf16_and_of_more_replicas_are_carried_over(sample_data: Path, tmp_path: Path):
+    """The fp32 masters, not their bf16 copies. From two replicas under ZeRO-2 to four under DDP."""
+    settings = {"ENGINE": "native", "MEGATRON_DATA_DIR": str(sample_data), "TRAIN_ITERS": "4", "SAVE_INTERVAL": "2"}
+    settings |= {"PRECISION_FLAG": "--bf16", "DROPOUT": "0", "GRADIENT_REDUCTION": "fp32"}
+    before = train("zero2", tmp_path / "zero2", **settings)
+    assert main(["reshape", str(tmp_path / "zero2"), "--iteration", "2", "--output", str(tmp_path / "ddp")]) == 0
+    after = train("ddp", tmp_path / "ddp", **settings, RESUME="1", NPROC_PER_NODE="4")
+    expected = [line.lm_loss for line in before.iterations[2:]]
+    assert [line.lm_loss for line in after.iterations] == pytest.approx(expected, rel=2e-4)

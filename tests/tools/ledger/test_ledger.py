@@ -1,0 +1,342 @@
+"""The ledger: its verdicts, its table, what launchers read in it, and real trainings of the installed release."""
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
+from math import nan
+from pathlib import Path
+
+import pytest
+from real_runs import environment
+from support import REPO_ROOT
+
+from t5bench import Problem
+from t5bench.__main__ import main
+from t5bench.plan.releases import ask_ledger
+from t5bench.record.ledger import DATA, UNKNOWN, look_up, look_up_torch
+from t5bench.tools.ledger import command, tables
+from t5bench.tools.ledger.changes import CHANGES
+from t5bench.tools.ledger.judge import DOES_NOT_RUN, RIGHT, WRONG, Curves, Verdict, judge, why
+from t5bench.tools.ledger.modes import MODES, RELEASES, STRATEGIES, deepspeed_json
+
+MODE = {mode.name: mode for mode in MODES}
+REFERENCE = Curves({1: 8.0, 2: 7.0}, {1: 2.0, 2: 1.5})
+
+
+@pytest.mark.parametrize(
+    ("losses", "norms", "precision", "expected"),
+    [
+        ({1: 8.0, 2: 7.0}, {1: 2.0, 2: 1.5}, "fp32", (RIGHT, None, "")),
+        ({1: 8.0, 2: 7.00001}, {1: 2.0, 2: 1.5}, "fp32", (RIGHT, None, "")),
+        # Adam and clipping can hide a wrong scale in the loss, but not in the norm.
+        ({1: 8.0, 2: 7.0}, {1: 1.0, 2: 1.5}, "fp32", (WRONG, 1, "gradient norm")),
+        ({1: 8.0, 2: 7.1}, {1: 2.0, 2: 1.5}, "fp32", (WRONG, 2, "loss")),
+        ({1: 8.0, 2: 7.01}, {1: 2.0, 2: 1.5}, "bf16", (RIGHT, None, "")),
+        ({1: 8.0, 2: nan}, {1: 2.0, 2: 1.5}, "bf16", (WRONG, 2, "loss")),
+        ({1: 8.0}, {1: 2.0}, "fp32", (DOES_NOT_RUN, None, "")),
+    ],
+)
+def test_the_verdict_names_the_first_iteration_and_quantity(losses, norms, precision, expected):
+    verdict = judge(Curves(losses, norms), REFERENCE, precision)
+    assert (verdict.verdict, verdict.iteration, verdict.quantity) == expected
+
+
+def test_how_many_times_the_bound():
+    half = judge(Curves(REFERENCE.loss, {1: 1.0, 2: 1.5}), REFERENCE, "fp32")
+    assert half.times == pytest.approx(0.5 / 5e-6)
+    assert judge(Curves({1: 8.0, 2: nan}, {}), REFERENCE, "fp32").times is None
+
+
+def test_the_sentence_of_a_failure_is_its_cause_not_a_peers():
+    peer = "Traceback (most recent call last):\nRuntimeError: [gloo/pair.cc] Connection closed by peer\n"
+    cause = "Traceback (most recent call last):\n  File x\ntorch.cuda.OutOfMemoryError: Output 0 of Split is a view\n"
+    assert why([peer, cause]) == why([cause, peer]) == "OutOfMemoryError: Output 0 of Split is a view"
+    assert why([peer]).startswith("RuntimeError: [gloo")
+    assert why([""]) == "it ended without an error message"
+
+
+@pytest.mark.parametrize(
+    ("release", "strategy", "mode", "pulls"),
+    [
+        ("0.18.2", "zero2", "fp32", {7718, 7724, 7829}),
+        ("0.18.2", "zero2", "one micro-batch", {7829}),
+        ("0.17.5", "zero2", "fp32", {7724, 7829}),
+        ("0.18.9", "zero1", "fp32 accumulation", {7985}),
+        ("0.18.9", "zero1", "bf16", set()),
+        ("0.19.3", "zero1", "clipping unset", {8068}),
+        ("0.19.2", "deepspeed-pipeline", "fp32", {8154}),
+        ("0.19.8", "zero3", "fp32", set()),
+    ],
+)
+def test_which_change_upstream_explains_a_cell(release, strategy, mode, pulls):
+    explaining = [change for change in CHANGES if change.concerns(release, strategy, MODE[mode])]
+    assert {pull for change in explaining for pull in change.pulls} == pulls
+
+
+def test_every_mode_of_a_strategy_changes_its_json():
+    config = {"zero_optimization": {"stage": 2}}
+    made = {mode.name: json.dumps(deepspeed_json(config, "zero2", mode)) for mode in MODES if not mode.resumes}
+    assert len(set(made.values())) == len(made)
+    assert config == {"zero_optimization": {"stage": 2}}
+    assert "gradient_clipping" not in json.loads(made["clipping unset"])
+
+
+def cell(release: str, verdict: str, strategy: str = "zero2", mode: str = "fp32", **fields: object) -> dict:
+    empty = {"iteration": None, "quantity": "", "times": None, "sentence": ""}
+    made = {"release": release, "strategy": strategy, "mode": mode, "verdict": verdict, "torch": "2.13.0+cpu"}
+    return empty | made | {"python": "3.11.7", "seconds": 1.0, "code": "c"} | fields
+
+
+CELLS = [
+    cell("0.18.0", WRONG, iteration=1, quantity="gradient norm", times=70000.0),
+    cell("0.18.2", WRONG, iteration=1, quantity="gradient norm", times=70000.0),
+    cell("0.18.2", RIGHT, mode="one micro-batch"),
+    cell("0.18.2", RIGHT, mode="bf16"),
+    cell("0.18.3", RIGHT),
+    cell("0.18.9", DOES_NOT_RUN, sentence="RuntimeError: Output 0 of <Split> is a view"),
+]
+
+
+def test_a_wrong_cell_says_where_it_first_differs(tmp_path):
+    place = "first in iteration 1, gradient reduced over the ranks, lm_head.bias, ranks 0, 1"
+    wrong = {"iteration": 1, "quantity": "gradient norm", "times": 70000.0}
+    located = [cell(release, WRONG, **wrong, where=place) for release in ("0.18.1", "0.18.2")]
+    measured = "from iteration 1 on the gradient norm differs, up to 70,000 times the bound"
+    tables.write(tmp_path, located)
+    assert f"| 0.18.1, 0.18.2 | {measured}; {place} |" in " ".join((tmp_path / "ledger.md").read_text().split())
+    tables.write(tmp_path, [*located, cell("0.18.3", WRONG, **wrong)])
+    text, page = (tmp_path / "ledger.md").read_text(), (tmp_path / "ledger.html").read_text()
+    some = f"{measured}; {place} (0.18.1, 0.18.2)"
+    assert f"| 0.18.1, 0.18.2, 0.18.3 | {some} |" in " ".join(text.split())
+    assert some in page
+
+
+def test_a_page_keeps_the_cells_that_are_not_measured_again(tmp_path):
+    tables.write(tmp_path, CELLS)
+    kept = command.read_page(tmp_path)
+    assert list(kept.values()) == CELLS
+    assert kept["2.13.0+cpu", "0.18.3", "zero2", "fp32"]["verdict"] == RIGHT
+    assert command.read_page(tmp_path / "nothing") == {}
+    (tmp_path / "ledger.json").write_text("[1]")
+    assert main(["ledger", "--page", str(tmp_path)]) == 2
+
+
+def test_launchers_and_the_picture_leave_out_options_that_no_launcher_sets(tmp_path):
+    option = cell("0.18.2", WRONG, "zero3", "all-reduce fetch", iteration=1, quantity="loss", times=9.0)
+    tables.write(tmp_path, [option, cell("0.18.2", RIGHT, "zero3")])
+    assert look_up("0.18.2", "zero3", precision="fp32", micro_batches=8, path=tmp_path / "ledger.json").verdict == RIGHT
+    picture = (tmp_path / "ledger.svg").read_text()
+    assert "1/1" in picture and tables.COLOURS[RIGHT] in picture and tables.COLOURS[WRONG] not in picture
+
+
+def test_the_page_the_table_and_the_data(tmp_path):
+    tables.write(tmp_path, CELLS)
+    text, page = (tmp_path / "ledger.md").read_text(), (tmp_path / "ledger.html").read_text()
+    assert "WRONG 7e+04" in text and "from iteration 1 on the gradient norm differs, up to 70,000 times" in text
+    assert "DeepSpeed/issues/7718" in text and "0.18.0, 0.18.2" in text
+    assert "Output 0 of &lt;Split&gt; is a view" in page and "<Split>" not in page
+    assert json.loads((tmp_path / "ledger.json").read_text())["cells"] == CELLS
+
+
+@pytest.mark.parametrize(
+    ("release", "micro_batches", "precision", "verdict"),
+    [
+        ("0.18.2", 8, "fp32", WRONG),
+        ("0.18.2+cu124", 8, "fp16", WRONG),
+        ("0.18.2", 1, "fp32", RIGHT),
+        ("0.18.2", 8, "bf16", RIGHT),
+        ("0.18.1", 8, "fp32", WRONG),  # between two that are wrong
+        ("0.18.3", 8, "fp32", RIGHT),
+        ("0.18.4", 8, "fp32", UNKNOWN),
+        ("0.18.9", 8, "fp32", DOES_NOT_RUN),
+        ("0.18.3", 8, "bf16", RIGHT),  # as in fp32
+        ("0.18.0", 8, "bf16", WRONG),
+        ("0.18.3", 1, "fp32", UNKNOWN),
+        ("0.20.0", 8, "fp32", UNKNOWN),
+        ("no version", 8, "fp32", UNKNOWN),
+    ],
+)
+def test_what_a_launcher_reads_in_it(tmp_path, release, micro_batches, precision, verdict):
+    tables.write(tmp_path, CELLS)
+    config = {"zero_optimization": {"stage": 2}, precision: {"enabled": True}}
+    answer = ask_ledger(release, config, micro_batches=micro_batches, path=tmp_path / "ledger.json")
+    assert answer.verdict == verdict
+    # Nothing is said of a mode that was not measured, only of a release.
+    assert bool(answer.said) == (verdict != RIGHT and (release, micro_batches) != ("0.18.3", 1))
+
+
+def test_the_committed_ledger_has_the_pinned_release_without_a_fault_that_a_launcher_meets():
+    lines = (REPO_ROOT / "requirements.txt").read_text().splitlines()
+    (pin,) = [line for line in lines if line.startswith("deepspeed==")]
+    release = pin.partition("==")[2]
+    assert release in RELEASES
+    measured = [cell for cell in json.loads(DATA.read_text())["cells"] if cell["release"] == release]
+    assert measured
+    for strategy in ("zero1", "zero2", "zero3", "zero3_offload", "deepspeed-pipeline"):
+        for precision in ("fp32", "bf16"):
+            answer = look_up(release, strategy, precision=precision, micro_batches=8)
+            assert answer.verdict in (RIGHT, UNKNOWN) and not answer.said
+
+
+def test_the_committed_page_is_that_of_the_committed_data(tmp_path):
+    docs = REPO_ROOT / "docs" / "generated"
+    tables.write(tmp_path, json.loads((docs / "ledger.json").read_text())["cells"])
+    for name in ("ledger.md", "ledger.html", "ledger.svg", "ledger.json"):
+        remedy = "write it again: t5bench ledger --page docs/generated"
+        assert (tmp_path / name).read_text() == (docs / name).read_text(), remedy
+
+
+def run_ledger(
+    output: Path, folder: Path, *arguments: str, first_folder: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    """The command, with a folder in place of what it would install. first_folder: of Python's modules."""
+    program = (
+        "import sys; from pathlib import Path\n"
+        "from t5bench.__main__ import main; from t5bench.tools.ledger import environments\n"
+        f"environments.release_folder = lambda *_: Path({str(folder)!r})\n"
+        f"first = {[str(first_folder)] if first_folder else []}\n"
+        "usual = environments.environment\n"
+        "environments.environment = lambda folders, added: usual([*first, *folders], added)\n"
+        "sys.exit(main(['ledger', *sys.argv[1:]]))"
+    )
+    words = [sys.executable, "-c", program, "--output", str(output), *arguments]
+    settings = environment(PYTHONPATH=str(REPO_ROOT))
+    return subprocess.run(words, env=settings, capture_output=True, text=True, timeout=500, check=False)
+
+
+@pytest.mark.long
+def test_a_release_with_a_planted_mistake_is_found_and_the_installed_one_is_not_accused(tmp_path):
+    """A loss of 1 % too little in a copy of the installed release, which is right without it."""
+    (installed,) = find_spec("deepspeed").submodule_search_locations
+    shutil.copytree(installed, tmp_path / "changed" / "deepspeed", ignore=shutil.ignore_patterns("__pycache__"))
+    engine = tmp_path / "changed" / "deepspeed" / "runtime" / "engine.py"
+    text, right = engine.read_text(), "loss / self.gradient_accumulation_steps() if scale_wrt_gas"
+    assert text.count(right) == 1
+    engine.write_text(text.replace(right, right.replace("()", "() / 1.01")))
+    (tmp_path / "nothing").mkdir()
+    few = ("--strategies", "zero2,zero3", "--modes", "fp32")
+    honest = run_ledger(tmp_path / "output", tmp_path / "nothing", "--releases", "0.0.1", *few)
+    changed = run_ledger(tmp_path / "output", tmp_path / "changed", "--releases", "0.0.2", *few, "--locate")
+    assert honest.returncode == changed.returncode == 0, honest.stderr + changed.stderr
+    cells = json.loads((tmp_path / "output" / "ledger.json").read_text())["cells"]
+    verdicts = {(one["release"], one["strategy"]): one for one in cells}
+    assert [verdicts["0.0.1", name]["verdict"] for name in ("zero2", "zero3")] == [RIGHT, RIGHT]
+    for name in ("zero2", "zero3"):
+        wrong = verdicts["0.0.2", name]
+        assert (wrong["verdict"], wrong["iteration"], wrong["quantity"]) == (WRONG, 1, "gradient norm")
+        assert wrong["times"] > 100
+        assert wrong["where"].startswith("first in iteration 1, backward pass, ") and wrong["where"].endswith(
+            "ranks 0, 1"
+        )
+    assert verdicts["0.0.1", "zero2"]["where"] == ""
+    again = run_ledger(tmp_path / "output", tmp_path / "nothing", "--releases", "0.0.1", *few)
+    assert again.stderr.count("right (known)") == 2, again.stderr
+
+
+@pytest.mark.long
+def test_a_cell_that_hangs_and_a_release_that_cannot_be_imported(tmp_path):
+    (tmp_path / "broken" / "deepspeed").mkdir(parents=True)
+    (tmp_path / "broken" / "deepspeed" / "__init__.py").write_text("raise ImportError('it lacks a symbol')\n")
+    (tmp_path / "nothing").mkdir()
+    few = ("--strategies", "zero1", "--modes", "fp32")
+    broken = run_ledger(tmp_path / "output", tmp_path / "broken", "--releases", "0.0.1", *few)
+    slow = run_ledger(tmp_path / "output", tmp_path / "nothing", "--releases", "0.0.2", *few, "--limit", "0.1")
+    assert broken.returncode == slow.returncode == 0, broken.stderr + slow.stderr
+    assert "does not run: ImportError: it lacks a symbol" in broken.stderr
+    assert "hangs: it did not end within 0 s" in slow.stderr
+
+
+@pytest.mark.parametrize("option", [("--strategies", "zero4"), ("--modes", "fp64")])
+def test_unknown_names_are_refused(tmp_path, option):
+    result = run_ledger(tmp_path / "output", tmp_path, *option)
+    assert result.returncode == 2
+    assert f"there is no {option[0][2:].rstrip('s').replace('strategie', 'strategy')} '{option[1]}'" in result.stderr
+
+
+def test_every_strategy_of_a_mode_exists():
+    assert {strategy for mode in MODES for strategy in mode.strategies} == set(STRATEGIES)
+    assert isinstance(judge(REFERENCE, REFERENCE, "fp32"), Verdict)
+
+
+def test_what_a_launcher_reads_of_torch(tmp_path):
+    wrong = {"iteration": 1, "quantity": "gradient norm", "times": 200000.0}
+    cells = [
+        cell("", WRONG, "fsdp2", torch="2.8.0+cu128", **wrong),
+        cell("", RIGHT, "fsdp2", "bf16", torch="2.8.0+cu128"),
+        cell("", WRONG, "fsdp2", "resume", torch="2.9.1", **wrong),
+        cell("", RIGHT, "fsdp2", torch="2.9.1"),
+        *CELLS,
+    ]
+    tables.write(tmp_path, cells)
+    path = tmp_path / "ledger.json"
+
+    def asked(release: str, **run: object) -> str:
+        return look_up_torch(release, "fsdp2", **({"precision": "fp32", "path": path} | run)).verdict
+
+    assert [asked("2.8.0"), asked("2.8.0", precision="fp16"), asked("2.8.0", precision="bf16")] == [WRONG, WRONG, RIGHT]
+    assert [asked("2.9.1"), asked("2.9.1", resumes=True), asked("2.10.0"), asked("")] == [
+        RIGHT,
+        WRONG,
+        UNKNOWN,
+        UNKNOWN,
+    ]
+    text = (tmp_path / "ledger.md").read_text()
+    assert "## Releases of PyTorch" in text and "| FSDP2" in text.replace("  ", " ")
+
+
+# Run by each process of the ledger when it starts.
+SUMMING = """
+import torch.distributed.fsdp as fsdp
+
+def summing(module, *others, right=fsdp.fully_shard, **named):
+    right(module, *others, **named)
+    module.set_force_sum_reduction_for_comms(True)
+    module.set_gradient_divide_factor(1.0)
+
+fsdp.fully_shard = summing
+"""
+
+
+def columns_of(*words: str) -> list[tuple[str | None, str, set[str]]]:
+    """Of each environment: torch, DeepSpeed, and the strategies that it trains."""
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    made = command.columns(parser.parse_args(words))
+    return [(column.torch, column.release, {strategy for strategy, _ in column.cells}) for column in made]
+
+
+def test_every_release_has_an_environment_and_torch_one_without_deepspeed():
+    assert columns_of("--releases", "0.18.2,0.19.8", "--strategies", "zero2,fsdp2") == [
+        (None, "", {"fsdp2"}),
+        (None, "0.18.2", {"zero2"}),
+        (None, "0.19.8", {"zero2"}),
+    ]
+    assert columns_of("--torch", "2.8.0,2.15.0", "--strategies", "ddp,tensor") == [
+        ("2.8.0", "", {"ddp", "tensor"}),
+        ("2.15.0", "", {"ddp", "tensor"}),
+    ]
+    with pytest.raises(Problem, match="no torch is given"):
+        columns_of("--torch", ",")
+
+
+@pytest.mark.slow
+def test_strategies_without_deepspeed_are_compared_with_ddp_and_that_with_one_process(tmp_path):
+    """With gradients that FSDP2 adds up but does not divide, as torch 2.8.0 does on a CPU, in place of FSDP2's."""
+    few = ("--strategies", "ddp,hybrid,fsdp2", "--modes", "fp32")
+    honest = run_ledger(tmp_path / "output", tmp_path, *few)
+    assert honest.returncode == 0, honest.stderr
+    cells = json.loads((tmp_path / "output" / "ledger.json").read_text())["cells"]
+    assert {(cell["strategy"], cell["release"]): cell["verdict"] for cell in cells} == {
+        ("ddp", ""): RIGHT,
+        ("hybrid", ""): RIGHT,
+        ("fsdp2", ""): RIGHT,
+    }
+    assert not (tmp_path / "output" / "ledger.svg").exists(), "the picture is DeepSpeed's"
+    (tmp_path / "sitecustomize.py").write_text(SUMMING)
+    wrong = run_ledger(tmp_path / "wrong", tmp_path, *few, "--locate", first_folder=tmp_path)
+    assert wrong.returncode == 0, wrong.stderr
+    found = "fsdp2 fp32  wrong from iteration 1 on: gradient norm, 200,000 times the bound"
+    assert f"{found}; first in iteration 1, gradient reduced over the ranks, " in wrong.stderr

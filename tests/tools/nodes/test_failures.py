@@ -1,0 +1,404 @@
+"""Every way in which a node can fail, made to happen on two real hosts, and what people then see.
+
+docs/failures.md is what is checked: a scenario here for each row there, with the row's messages on every terminal, its
+exit codes, its status in every node's record, its longest time to the end, and nothing left running on any node.
+
+The hosts and processes are real, torchrun and gloo too; the engine is the stub trainer, and there is no GPU. Each node
+has a directory of its own, as without a shared file system, unless the scenario says otherwise. The hosts make pairs,
+and a scenario is played on three of them at once.
+"""
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from queue import SimpleQueue
+
+import pytest
+from cluster_lab import PROCESSES, Cluster, Terminal, make_cluster_project
+from support import REPO_ROOT, Project, wait_for
+
+from t5bench.record import status
+
+DOCUMENT = REPO_ROOT / "docs" / "failures.md"
+LONGEST_SECONDS = 150
+# What the scenarios set, in seconds; the table's longest times are sums of these and of a number of seconds.
+TIMES = {"RENDEZVOUS_TIMEOUT": 60, "DISTRIBUTED_TIMEOUT_MINUTES * 60": 60, "WATCHDOG_SECONDS": 3600}
+NOTHING_SAID = "none"
+Times = Mapping[str, int]
+
+
+def read_table() -> dict[str, list[str]]:
+    """The cells of each failure on two hosts: its description, the messages there and on the other node, the exit codes
+    of both, and the longest time."""
+    rows = [re.split(r" *\| *", line.strip(" |")) for line in DOCUMENT.read_text().splitlines()]
+    return {row[0].strip("`"): row[1:] for row in rows if re.fullmatch("`[a-z0-9-]+`", row[0])}
+
+
+def pattern_of(message: str) -> re.Pattern[str]:
+    """<...> in the table stands for what varies between runs."""
+    return re.compile(".+?".join(map(re.escape, re.split(r"<[^>]+>", message))))
+
+
+def seconds_of(cell: str, times: Times) -> float:
+    """The longest time to the end, from a sum of settings and seconds."""
+    terms = cell.split("`")[1].split(" + ")
+    return sum(times[term] if term in times else float(term.removesuffix(" s")) for term in terms)
+
+
+# ---- the stage -----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Scene:
+    """Two hosts and a project, while a scenario is played, and what came of it.
+
+    at_end: what is undone when all launchers have ended. records: run.json of each node. left: what still ran.
+    """
+
+    cluster: Cluster
+    pair: tuple[str, str]
+    project: Project
+    output: Path
+    port: int
+    times: dict[str, int]
+    terminals: dict[int, Terminal] = field(default_factory=dict)
+    began: float = 0.0
+    at_end: ExitStack = field(default_factory=ExitStack)
+    seconds: float = 0.0
+    records: dict[int, dict] = field(default_factory=dict)
+    left: list[str] = field(default_factory=list)
+
+    def start(self, node: int, master: str = "", rank: int | None = None, **environment: str) -> None:
+        words = ["bash", "scripts/run_megatron_t5_ddp.sh", master or self.pair[0], str(node if rank is None else rank)]
+        common = {
+            "NNODES": "2", "TRAIN_ITERS": "100000", "LOG_INTERVAL": "1", "STUB_ITERATION_MS": "50",
+            "MASTER_PORT": str(self.port), "OUTPUT_DIR": str(self.output),
+            "STUB_TIMEOUT": str(self.times["DISTRIBUTED_TIMEOUT_MINUTES * 60"]),
+            **{name: str(self.times[name]) for name in ("RENDEZVOUS_TIMEOUT", "WATCHDOG_SECONDS")},
+        }  # fmt: skip
+        everything = self.project.environment | common | environment
+        process = self.cluster.start(self.pair[node], *words, env=everything, cwd=self.project.root)
+        self.terminals[node] = Terminal(process)
+
+    def start_both(self, **environment: str) -> None:
+        for node in (0, 1):
+            self.start(node, **environment)
+
+    def train(self, **environment: str) -> None:
+        self.start_both(**environment)
+        self.until_it_trains()
+
+    def until_it_trains(self) -> None:
+        wait_for(lambda: self.terminals[1].iteration_at or self.terminals[1].ended_at, 60)
+
+    def srun(self, *options: str) -> None:
+        """Both launchers by one srun, whose output is both terminals'; returns when it trains."""
+        words = ["srun", "--label", "--nodes=2", "--ntasks-per-node=1", f"--nodelist={','.join(self.pair)}", *options]
+        words += ["bash", "scripts/run_megatron_t5_ddp.sh"]
+        settings = {"TRAIN_ITERS": "100000", "MASTER_PORT": str(self.port), "OUTPUT_DIR": str(self.output)}
+        environment = self.project.environment | settings
+        terminal = Terminal(self.cluster.start("login", *words, env=environment, cwd=self.project.root))
+        self.terminals = {0: terminal, 1: terminal}
+        self.until_it_trains()
+
+    def on(self, node: int, command: str) -> subprocess.CompletedProcess:
+        return self.cluster.run(self.pair[node], "bash", "-c", command, cwd=self.project.root, check=False)
+
+    def signal(self, name: str, *kinds: str) -> None:
+        """To these processes of the run on node 1."""
+        pids = [self.cluster.pids(self.pair[1], PROCESSES[kind])[0] for kind in kinds]
+        self.began = time.monotonic()
+        self.cluster.kill(self.pair[1], *pids, by=name)
+
+    def pull_cable(self) -> None:
+        self.at_end.callback(self.cluster.link, self.pair[1], "up")
+        self.cluster.link(self.pair[1], "down")
+        self.began = time.monotonic()
+
+    def abandon(self, node: int) -> None:
+        """Nobody sees this terminal any more."""
+        terminal = self.terminals.pop(node)
+        if terminal.process.poll() is None:
+            os.killpg(terminal.process.pid, signal.SIGKILL)
+
+    def named(self, text: str) -> str:
+        """As if it had been played on node0 and node1."""
+        return re.sub("|".join(self.pair), lambda match: f"node{self.pair.index(match[0])}", text)
+
+    def record(self, node: int) -> dict:
+        """run.json on that node; empty if there is none."""
+        return json.loads(self.named(self.on(node, f"cat {shlex.quote(str(self.output))}/run.json").stdout) or "{}")
+
+
+Play = Callable[[Scene], object]
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """``play`` starts the launchers and makes the failure happen; it happens ``at`` a node."""
+
+    play: Play
+    at: int = 1
+    shared: bool = False
+    times: Times = field(default_factory=dict)
+
+
+# ---- what goes wrong -----------------------------------------------------------------------------------------------
+
+
+def cable_pulled_briefly(scene: Scene) -> None:
+    scene.train(TRAIN_ITERS="150")
+    scene.pull_cable()
+    time.sleep(13)  # longer than after which a node counts as silent
+    scene.cluster.link(scene.pair[1], "up")
+
+
+def cable_bad(scene: Scene) -> None:
+    scene.train(TRAIN_ITERS="40")
+    scene.began = time.monotonic()
+    scene.at_end.callback(scene.cluster.spoil_cable(scene.pair[1], milliseconds=50, lost=5, damaged=2))
+
+
+def power_off(scene: Scene) -> None:
+    scene.train()
+    scene.at_end.callback(scene.cluster.boot, scene.pair[1])
+    scene.began = time.monotonic()
+    scene.cluster.power_off(scene.pair[1])
+    scene.abandon(1)
+
+
+def node_late(scene: Scene) -> None:
+    scene.start(0, TRAIN_ITERS="6")
+    time.sleep(8)
+    scene.start(1, TRAIN_ITERS="6")
+
+
+def rank_of_another_node(scene: Scene) -> None:
+    hosts = " ".join(scene.pair)
+    scene.start(0, HOSTS=hosts)
+    scene.start(1, rank=0, HOSTS=hosts)
+
+
+def port_taken(scene: Scene) -> None:
+    listen = f"import socket; s = socket.create_server(('', {scene.port})); print('ready', flush=True)\nc = []\n"
+    listen += "while True: c.append(s.accept())"
+    listener = scene.cluster.start(scene.pair[0], scene.project.environment["PYTHON"], "-c", listen)
+    scene.at_end.callback(os.killpg, listener.pid, signal.SIGKILL)
+    assert listener.stdout.readline() == "ready\n"
+    scene.start_both()
+
+
+def other_secret(scene: Scene) -> None:
+    for node in (0, 1):
+        scene.start(node, T5_RUN_SECRET=f"secret of node {node}")
+    scene.until_it_trains()
+    scene.signal("KILL", "worker")
+
+
+def disk_full(scene: Scene) -> None:
+    disk = shlex.quote(str(scene.output))
+    scene.on(1, f"mkdir -p {disk} && mount -t tmpfs -o size=256k tmpfs {disk}")
+    scene.at_end.callback(scene.on, 1, f"umount {disk}")
+    scene.start_both(STUB_FAULT=f"1:20:Path({str(scene.output / 'checkpoint')!r}).write_bytes(bytes(2**20))")
+
+
+def another_commit(scene: Scene) -> None:
+    git = "git -c user.name=lab -c user.email=lab@localhost -c init.defaultBranch=main"
+    for node in (0, 1):
+        scene.on(node, f"export HOME=/run; {git} init -q && {git} commit -q --allow-empty -m 'node {node}'")
+    scene.start_both(TRAIN_ITERS="100")
+
+
+def scancel(scene: Scene) -> None:
+    scene.srun()
+    number = scene.cluster.login("squeue", "-h", "-o", "%i", f"--nodelist={scene.pair[0]}").stdout.strip()
+    scene.began = time.monotonic()
+    scene.cluster.login("scancel", number)
+
+
+def faulty(what: str, **settings: str) -> Play:
+    return lambda scene: scene.start_both(STUB_FAULT=what, **settings)
+
+
+def started(*launchers: dict) -> Play:
+    """With these arguments of Scene.start."""
+    return lambda scene: [scene.start(**launcher) for launcher in launchers]
+
+
+def spoiled(command: str) -> Play:
+    return lambda scene: (scene.on(1, command), scene.start_both())
+
+
+def signalled(name: str, *kinds: str) -> Play:
+    return lambda scene: (scene.train(), scene.signal(name, *kinds))
+
+
+SHORT_RENDEZVOUS = {"RENDEZVOUS_TIMEOUT": 8}
+SHORT_GROUP = {"DISTRIBUTED_TIMEOUT_MINUTES * 60": 12}
+CUDA_SAYS = "CUDA out of memory. Tried to allocate 2.00 GiB"
+BROKEN = faulty("1:5:raise RuntimeError('broken')")
+TRUNCATE, CHANGE = (
+    "truncate -s -2 megatron_data/xsum_text_document.bin",
+    "echo >>../Megatron-DeepSpeed/megatron/training.py",
+)
+SCENARIOS = {
+    "cable-pulled-briefly": Scenario(cable_pulled_briefly, times={"DISTRIBUTED_TIMEOUT_MINUTES * 60": 45}),
+    "cable-bad": Scenario(cable_bad),
+    "cable-pulled": Scenario(lambda scene: (scene.train(), scene.pull_cable()), times=SHORT_GROUP),
+    "power-off": Scenario(power_off, times=SHORT_GROUP),
+    "rank-hangs": Scenario(faulty("1:5:hang"), times=SHORT_GROUP),
+    "rank-hangs-on-node-0": Scenario(faulty("0:5:hang"), at=0, times=SHORT_GROUP),
+    "rank-hangs-of-two": Scenario(faulty("2:5:hang", NPROC_PER_NODE="2"), times=SHORT_GROUP),
+    "no-progress": Scenario(faulty("1:5:hang"), times={"WATCHDOG_SECONDS": 25}),
+    "worker-suspended": Scenario(signalled("STOP", "worker"), times=SHORT_GROUP),
+    "node-never-comes": Scenario(started({"node": 0}), times=SHORT_RENDEZVOUS),
+    "node-late": Scenario(node_late),
+    "master-unknown": Scenario(started({"node": 0}, {"node": 1, "master": "nosuchhost"}), times=SHORT_RENDEZVOUS),
+    "master-wrong": Scenario(started({"node": 0}, {"node": 1, "master": "login"}), times=SHORT_RENDEZVOUS),
+    "rank-of-another-node": Scenario(rank_of_another_node, times=SHORT_RENDEZVOUS),
+    "rank-0-twice": Scenario(started({"node": 0}, {"node": 1, "rank": 0}), times=SHORT_RENDEZVOUS),
+    "rank-1-twice": Scenario(started({"node": 0, "rank": 1}, {"node": 1}), at=0, times=SHORT_RENDEZVOUS),
+    "port-taken": Scenario(port_taken, at=0, times=SHORT_RENDEZVOUS),
+    "worker-killed": Scenario(faulty("1:5:os.kill(os.getpid(), signal.SIGKILL)")),
+    "exception": Scenario(BROKEN),
+    "exception-shared-directory": Scenario(BROKEN, shared=True),
+    "rank-ends-early": Scenario(faulty("1:5:os._exit(0)")),
+    "host-memory-full": Scenario(faulty("1:5:bytearray(2**60)")),
+    "gpu-memory-full": Scenario(faulty(f"1:5:raise torch.OutOfMemoryError({CUDA_SAYS!r})")),
+    "loss-not-a-number": Scenario(faulty("1:5:nan", TRAIN_ITERS="8")),
+    "torchrun-killed": Scenario(signalled("KILL", "torchrun")),
+    "launcher-killed": Scenario(signalled("KILL", "launcher")),
+    "recorder-killed": Scenario(signalled("KILL", "recorder")),
+    "other-secret": Scenario(other_secret),
+    "interrupted": Scenario(signalled("INT", "launcher", "recorder")),  # the terminal's foreground
+    "disk-full": Scenario(disk_full),
+    "data-truncated": Scenario(spoiled(TRUNCATE), times=SHORT_RENDEZVOUS),
+    "engine-changed": Scenario(spoiled(CHANGE), times=SHORT_RENDEZVOUS),
+    "another-commit": Scenario(another_commit),
+    "scancel": Scenario(scancel, shared=True),
+    # A minute is SLURM's shortest limit; it sends this signal up to a minute earlier than it is told.
+    "slurm-time-limit": Scenario(lambda scene: scene.srun("--time=1", "--signal=TERM@60"), shared=True),
+}
+
+
+# ---- playing -------------------------------------------------------------------------------------------------------
+
+
+def play(cluster: Cluster, project: Project, pair: tuple[str, str], name: str) -> Scene:
+    planned, number, directory = SCENARIOS[name], list(SCENARIOS).index(name), project.root.parent
+    output, times = project.root / "outputs" / name, TIMES | planned.times
+    scene = Scene(cluster, pair, project, output, 27000 + number, times)
+
+    def left() -> list[str]:
+        return [line for node in pair for line in cluster.foreign(node).values()]
+
+    with ExitStack() as cleanup:
+        if not planned.shared:
+            for node in pair:
+                cleanup.callback(cluster.public, directory, node)
+            cluster.private(directory, pair)
+        cleanup.callback(lambda: [cluster.kill(node, *cluster.foreign(node)) for node in pair])
+        cleanup.callback(lambda: [scene.abandon(node) for node in list(scene.terminals)])
+        with scene.at_end:
+            started = time.monotonic()
+            planned.play(scene)
+            for terminal in scene.terminals.values():
+                terminal.thread.join(max(0.1, started + LONGEST_SECONDS - time.monotonic()))
+            late = {node: terminal.text for node, terminal in scene.terminals.items() if not terminal.ended_at}
+            assert not late, f"{name}: no end after {LONGEST_SECONDS} s: {late}"
+        terminals = dict(scene.terminals)
+        began = scene.began or max(terminal.iteration_at for terminal in terminals.values()) or started
+        scene.seconds = max(terminal.ended_at for terminal in terminals.values()) - began
+        with suppress(AssertionError):  # the kernel and SLURM need a moment to clear away what has ended
+            wait_for(lambda: not left(), 2)
+        scene.left = left()
+        scene.records = {node: scene.record(node) for node in terminals}
+    scene.terminals = terminals
+    return scene
+
+
+@pytest.fixture(scope="module")
+def outcomes(
+    request: pytest.FixtureRequest, running_cluster: Cluster, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, Future[Scene]]]:
+    """Of the scenarios, played on three pairs of hosts at once, those first that are asked for first."""
+    chosen = [item.callspec.params["name"] for item in request.session.items
+              if getattr(item, "originalname", "") == test_what_happens.__name__]  # fmt: skip
+    project, nodes = make_cluster_project(tmp_path_factory.mktemp("failures")), running_cluster.nodes
+    # More at a time would need more cores, or the longest times would be the machine's.
+    free: SimpleQueue[tuple[str, str]] = SimpleQueue()
+    for pair in zip(nodes[:6:2], nodes[1:6:2], strict=True):
+        free.put(pair)
+
+    def play_somewhere(name: str) -> Scene:
+        pair = free.get()
+        try:
+            return play(running_cluster, project, pair, name)
+        finally:
+            free.put(pair)
+
+    pool = ThreadPoolExecutor(free.qsize())
+    yield {name: pool.submit(play_somewhere, name) for name in chosen}
+    pool.shutdown(cancel_futures=True)
+
+
+STATUSES = {*status.EXIT_CODES, status.CANCELLED}
+BY_SRUN = {"scancel", "slurm-time-limit"}
+# Here the node cannot write it, or what writes it is gone.
+UNWRITTEN = {("disk-full", 1), ("recorder-killed", 1)}
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_what_happens(outcomes: dict[str, Future[Scene]], name: str):
+    scene = outcomes[name].result(timeout=550)
+    _, here, others, codes, longest, *_ = read_table()[name]
+    texts = {node: scene.named(terminal.text) for node, terminal in scene.terminals.items()}
+    everything = "\n".join(f"---- node {node}: {scene.terminals[node].exit_code}\n{texts[node]}" for node in texts)
+    print(f"\n{name}: {scene.seconds:.1f} s\n{everything}")
+    at = SCENARIOS[name].at
+    for node, message, code in zip((at, 1 - at), (here.strip("`"), others.strip("`")), codes.split(" / "), strict=True):
+        if node not in texts:
+            assert (message, code) == (NOTHING_SAID, NOTHING_SAID)
+            continue
+        found = pattern_of(message).search(texts[node])
+        assert found, f"node {node} did not say: {message}\n{everything}"
+        if name not in BY_SRUN:  # srun gives one status for all
+            assert scene.terminals[node].exit_code == int(code), everything
+        check_record(name, scene.records[node], found[0], node)
+    assert not scene.left, everything
+    assert scene.seconds <= seconds_of(longest, scene.times), everything
+
+
+def check_record(name: str, record: dict, message: str, node: int) -> None:
+    """run.json on that node says what its terminal said."""
+    word, _, reason = message.partition(": ")
+    if (name, node) in UNWRITTEN:
+        assert not record
+    elif word == "warning":
+        assert record["status"] in ("complete", "incomplete")
+        (first, *_) = record["nodes"]
+        assert [entry for entry in first["differences"] if entry in reason]
+    elif word in STATUSES:
+        assert record["status"] == word
+        written = record["reason"]
+        if name in BY_SRUN:  # either node's signal may have come first
+            reason, written = (text.replace("node 0 (node0)", "node 1 (node1)") for text in (reason, written))
+        assert reason in written or written in reason
+    elif message.startswith("ddp: complete"):
+        own = [part for part in record["nodes"] if part["node"] == node]
+        assert own[0]["status"] == "complete"
+    else:
+        assert word == "error" and not record, "refused before the run began"
+
+
+def test_every_row_has_its_scenario():
+    assert list(read_table()) == list(SCENARIOS)
