@@ -10,7 +10,7 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from native.data import TokenFile
+from native.token_file import TokenFile
 from t5bench import Problem
 
 # A last epoch of which less than this share is needed is shuffled apart: the others are used to their end.

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from native.arguments import start
-from native.data import Batch, TokenFile, Vocabulary, open_data
+from native.data import Batch, open_data
 from native.model import T5, initialise
 from native.parallel import Mesh
-from native.train import pad_vocabulary
+from native.token_file import TokenFile, Vocabulary, pad_vocabulary
 from t5bench.imports import import_transformers
 
 

@@ -18,10 +18,11 @@ import torch
 from torch import nn
 
 from native.arguments import start
-from native.data import Batch, TokenFile, Vocabulary, open_data
+from native.data import Batch, open_data
 from native.data_parallel import TorchTrainer
 from native.parallel import Mesh
-from native.train import learning_rate, pad_vocabulary
+from native.token_file import TokenFile, Vocabulary, pad_vocabulary
+from native.train import learning_rate
 
 PERCENT = 0.01
 # Groups of parameters, by patterns of their names.

@@ -11,7 +11,7 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from native.data import TokenFile, Vocabulary
+from native.token_file import TokenFile, Vocabulary
 from t5bench import Problem
 
 LONG_SENTENCE = 512  # documents of several sentences are skipped if one of them has more tokens

@@ -18,10 +18,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from native.data import Batch, TokenFile, Vocabulary, open_data, open_test
+from native.data import Batch, open_data, open_test
 from native.data_parallel import TorchTrainer
 from native.metrics import Metrics, print_line
 from native.parallel import Mesh
+from native.token_file import TokenFile, Vocabulary, pad_vocabulary
 from native.trainers import make_trainer
 from t5bench import Problem
 from t5bench.imports import import_deepspeed, leave_out_compiler
@@ -65,13 +66,6 @@ def share_vocabulary(args: Namespace, file: TokenFile) -> Vocabulary:
     if isinstance(answer[0], Problem):
         raise answer[0]
     return answer[0]
-
-
-def pad_vocabulary(args: Namespace, vocabulary: Vocabulary) -> None:
-    """Adds padded_vocab_size and pad_token to the arguments."""
-    multiple = args.make_vocab_size_divisible_by * args.tp
-    args.padded_vocab_size = -(-vocabulary.size // multiple) * multiple
-    args.pad_token = vocabulary.pad
 
 
 def evaluate(

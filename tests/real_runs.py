@@ -12,7 +12,8 @@ from pathlib import Path
 from support import REPO_ROOT, processes_with
 
 from t5bench.plan.ports import free_port
-from t5bench.record.records import Run, load
+from t5bench.record.records import load
+from t5bench.record.run import Run
 
 TIME_LIMIT = 500
 # The clipping norm is exceeded in some iterations and not in others, so that a wrong gradient scale cannot hide.

@@ -10,7 +10,7 @@ from typing import Any
 
 from t5bench import Problem
 from t5bench.record.plan import spelled
-from t5bench.record.records import Run
+from t5bench.record.run import Run
 from t5bench.record.settings import BY_NAME
 from t5bench.text import processes
 

@@ -15,7 +15,7 @@ from t5bench.compare.repeats import FEWEST_REPEATS, against_the_fastest, exclude
 from t5bench.compare.rows import Measured, Row, distinctions, group_runs, labels, limits, make_row
 from t5bench.compare.statistics import Estimate
 from t5bench.costmodel import time
-from t5bench.record.records import Run
+from t5bench.record.run import Run
 from t5bench.record.samples import Observations
 from t5bench.text import processes
 

@@ -21,7 +21,8 @@ from t5bench.compare.comparable import differing, show, trains
 from t5bench.compare.sensitivity import MARGIN, Sensitivity, Tolerance
 from t5bench.record.files import RecordError
 from t5bench.record.plan import by_name
-from t5bench.record.records import Run, load
+from t5bench.record.records import load
+from t5bench.record.run import Run
 from t5bench.record.status import COMPLETE, RUNNING
 
 BASELINE_STRATEGY = "ddp"  # with which the others are compared

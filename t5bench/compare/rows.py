@@ -21,7 +21,7 @@ from t5bench.costmodel.machine import device_of, peak_tflops
 from t5bench.costmodel.prediction import Prediction, machine_of
 from t5bench.record import samples
 from t5bench.record.reader import seconds
-from t5bench.record.records import Run
+from t5bench.record.run import Run
 from t5bench.record.status import COMPLETE, iterations_expected
 
 MARK_OF_ALONE = "\N{DAGGER}"

@@ -19,7 +19,8 @@ from t5bench.profile.rank import BACKWARD, COMPUTING, FORWARD, OWN_WORK, Rank
 from t5bench.profile.record_causes import WORTH_NAMING, Slowdown, of_record
 from t5bench.profile.whatif import Gain, WhatIf, calibrated
 from t5bench.record.files import PROFILE, RecordError
-from t5bench.record.records import Run, load
+from t5bench.record.records import load
+from t5bench.record.run import Run
 from t5bench.record.status import CONFIGURATION, EXIT_CODES
 
 # Waiting for a core is named if either of these is reached.

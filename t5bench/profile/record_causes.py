@@ -9,7 +9,7 @@ from statistics import median
 from t5bench.compare.statistics import event_within
 from t5bench.record.log import Iteration, evaluation
 from t5bench.record.reader import log_lines
-from t5bench.record.records import Run
+from t5bench.record.run import Run
 
 WORTH_NAMING = 0.1  # share of the iteration from which on a slowdown is named
 # A checkpoint is slow if it takes more than twice as long as these tell.

@@ -13,7 +13,7 @@ from t5bench.compare.rows import prediction_of
 from t5bench.costmodel import time
 from t5bench.costmodel.machine import Machine
 from t5bench.costmodel.prediction import Prediction
-from t5bench.record.records import Run
+from t5bench.record.run import Run
 
 GIGABITS = (1, 10, 25, 100, 400, 800)  # links that one can buy, per second
 # Bytes per second, and seconds of latency, between which a run's link is looked for, the worst first.

@@ -12,7 +12,7 @@ from dataclasses import asdict, replace
 from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 from msgspec import Meta, Struct
@@ -24,11 +24,9 @@ from t5bench.record.files import METRICS, RecordError, exists, read
 from t5bench.record.files import lines as lines_of
 from t5bench.record.log import Amount, Clock, Count, Evaluation, Iteration, PeakMemory
 from t5bench.record.plan import FORMAT, PRECISIONS, READABLE_FORMATS, Layout, Plan, by_name, of_this_format
+from t5bench.record.run import Run
 from t5bench.record.settings import BY_NAME
 from t5bench.record.status import CANCELLED, EXIT_CODES, RUNNING, Cause, iterations_expected
-
-if TYPE_CHECKING:
-    from t5bench.record.records import Run
 
 _Moment = Annotated[str, Meta(pattern=r"^20[0-9]{2}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}\.[0-9]{3}Z$")]
 
@@ -315,7 +313,7 @@ def that_count(attempts: Iterable[Attempt]) -> list[Iteration]:
 # ---- a complete run --------------------------------------------------------------------------------------------------
 
 
-def check_complete(run: "Run", attempts: Sequence[Attempt], with_logs: bool) -> None:
+def check_complete(run: Run, attempts: Sequence[Attempt], with_logs: bool) -> None:
     """Checks a complete run's iterations, times and, if asked, logs, as also where only these have some lines, in
     pieces. Raises RecordError."""
     last_node = run.nodes[-1]
@@ -339,7 +337,7 @@ def check_complete(run: "Run", attempts: Sequence[Attempt], with_logs: bool) -> 
         _check_earlier(run.directory, [line for line in run.iterations if line.begin != final.begin])
 
 
-def _check_intervals(run: "Run", attempts: Sequence[Attempt]) -> None:
+def _check_intervals(run: Run, attempts: Sequence[Attempt]) -> None:
     """Each line is of an iteration that the plan logs."""
     total = run.plan.iterations
     interval = run.plan.number("LOG_INTERVAL")
@@ -350,14 +348,14 @@ def _check_intervals(run: "Run", attempts: Sequence[Attempt]) -> None:
                 raise RecordError(f"{here}, where every {interval} of {total} are logged")
 
 
-def began_at(run: "Run", attempts: Sequence[Attempt]) -> int:
+def began_at(run: Run, attempts: Sequence[Attempt]) -> int:
     """The iteration of the reshaped checkpoint with which the record begins; 0 for a run that began here."""
     if len(attempts) < 2 or attempts[0].lines or not (run.directory / RESHAPED_FROM).is_dir():
         return 0
     return attempts[1].begin
 
 
-def _check_all_are_there(run: "Run", began: int) -> bool:
+def _check_all_are_there(run: Run, began: int) -> bool:
     """Whether some iterations are only in the log, in pieces: what two processes printed at the same time."""
     interval = run.plan.number("LOG_INTERVAL")
     reached = {line.iteration for line in run.iterations}

@@ -15,16 +15,15 @@ import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from functools import cached_property
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from t5bench.costmodel.job import Architecture
 from t5bench.record import reader
 from t5bench.record.files import METRICS, RecordError, check_seal, exists, read, write_json
-from t5bench.record.log import Evaluation, Iteration, PeakMemory
-from t5bench.record.plan import FORMAT, ROLES, Layout, Plan
+from t5bench.record.log import Iteration
+from t5bench.record.plan import FORMAT, ROLES, Plan
+from t5bench.record.run import Run
 from t5bench.record.status import COMPLETE, RUNNING, of_run
 
 _OF_A_RUN = re.compile(r"node[0-9]+\.(json|log|samples\.jsonl|sha256)|run\.json|metrics\.jsonl")
@@ -65,79 +64,6 @@ def read_metrics(path: Path) -> list[Iteration]:
     Raises RecordError.
     """
     return reader.that_count(reader.read_attempts(path))
-
-
-@dataclass(frozen=True)
-class Run:
-    """One run, from its directory. ``record`` is the content of run.json, ``plan`` that of the first node's part.
-
-    samples: by node. remarks: what to know about the record before its figures are believed, a sentence each.
-    """
-
-    directory: Path
-    record: Mapping[str, Any] = field(repr=False)
-    plan: Plan = field(repr=False)
-    iterations: Sequence[Iteration] = field(repr=False)
-    samples: Mapping[int, Sequence[Mapping[str, Any]]] = field(repr=False)
-    remarks: Sequence[str] = ()
-
-    @property
-    def name(self) -> str:
-        return self.directory.name
-
-    @property
-    def strategy(self) -> str:
-        return self.plan.strategy.name
-
-    @property
-    def engine(self) -> str:
-        return self.plan.engine
-
-    @property
-    def status(self) -> str:
-        return self.record["status"]
-
-    @property
-    def reason(self) -> str:
-        return self.record["reason"]
-
-    @property
-    def layout(self) -> Layout:
-        assert self.plan.layout, "a run that began has a layout"
-        return self.plan.layout
-
-    @cached_property
-    def architecture(self) -> Architecture:
-        """Without a vocabulary if the engine has not printed it yet."""
-        return Architecture.of_arguments(self.plan.named_arguments, self.padded_vocab_size or 0)
-
-    @property
-    def evaluations(self) -> list[Evaluation]:
-        """What the last rank's node logged of evaluations, in order."""
-        return [Evaluation(**entry) for entry in self.nodes[-1].get("evaluations", [])]
-
-    @property
-    def is_evaluation(self) -> bool:
-        """Whether the run only evaluated a checkpoint."""
-        return bool(self.evaluations) and not self.plan.last_iteration
-
-    @property
-    def world_size(self) -> int:
-        return self.layout.world_size
-
-    @property
-    def padded_vocab_size(self) -> int | None:
-        """None if the engine has not printed it yet."""
-        return self.record["padded_vocab_size"]
-
-    @property
-    def nodes(self) -> Sequence[Mapping[str, Any]]:
-        return self.record["nodes"]
-
-    @cached_property
-    def peak_memory(self) -> list[PeakMemory]:
-        found = [PeakMemory(**peak) for node in self.nodes for peak in node["peak_memory"]]
-        return sorted(found, key=lambda peak: peak.rank)
 
 
 def looks_like_run(directory: Path) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from t5bench.record.records import Run
+from t5bench.record.run import Run
 
 # A counter is read at any moment of an iteration, in which traffic comes in bursts. What lies between two samples may
 # therefore be wrong by an iteration; a sample right after an iteration's line is as good as exact.

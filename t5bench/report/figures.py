@@ -13,7 +13,7 @@ from t5bench.compare.comparison import Comparison
 from t5bench.compare.parity import curve, losses_beside, relative_difference
 from t5bench.compare.rows import Row
 from t5bench.profile.parts import PARTS, Profile, Rank
-from t5bench.record.records import Run
+from t5bench.record.run import Run
 from t5bench.report.tables import mark, named_rows, predicted_bytes, profile_of
 from t5bench.text import processes
 

@@ -22,7 +22,7 @@ from t5bench.compare.rows import Row, limits
 from t5bench.profile.explain import Explanation
 from t5bench.profile.parts import DOING, PARTS
 from t5bench.record.files import RecordError
-from t5bench.record.records import Run
+from t5bench.record.run import Run
 from t5bench.record.status import COMPLETE
 from t5bench.report import tables
 from t5bench.report.drawing import Look, drawings, styles

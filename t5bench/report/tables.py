@@ -20,7 +20,7 @@ from t5bench.compare.statistics import Estimate, Timing
 from t5bench.costmodel.parameters import parameters
 from t5bench.profile.parts import BUBBLE, Profile, read_profile, shares
 from t5bench.record.files import PROFILE, RecordError
-from t5bench.record.records import Run
+from t5bench.record.run import Run
 from t5bench.text import processes
 
 NOTHING = "-"

@@ -18,7 +18,7 @@ import wandb
 from t5bench import Problem
 from t5bench.compare.comparable import differing
 from t5bench.compare.comparison import Comparison
-from t5bench.record.records import Run
+from t5bench.record.run import Run
 from t5bench.record.wandb import mode
 from t5bench.report import tables
 from t5bench.report.command import PAGE, add_run_arguments, compare, default_output

@@ -17,7 +17,8 @@ from support import NATIVE_STRATEGIES, STRATEGIES
 from t5bench.__main__ import main
 from t5bench.record.checkpoints import DEEPSPEED_TRACKER, TRACKER
 from t5bench.record.log import iterations
-from t5bench.record.records import Run, load, read_metrics
+from t5bench.record.records import load, read_metrics
+from t5bench.record.run import Run
 
 pytestmark = pytest.mark.slow
 Engine = dict[str, str]

@@ -9,7 +9,8 @@ from real_runs import EXACT, train
 
 from t5bench.compare.parity import TOLERANCE, curve, difference
 from t5bench.record.checkpoints import TRACKER
-from t5bench.record.records import Run, load
+from t5bench.record.records import load
+from t5bench.record.run import Run
 
 pytestmark = pytest.mark.slow
 # Layers that do not divide evenly.

@@ -10,8 +10,9 @@ from command_lines import parsed
 from support import write_indexed_dataset
 
 from native import data as native_data
-from native.data import TokenFile, Vocabulary, split_documents
+from native.data import split_documents
 from native.t5_samples import SpanCorruption, build_sample_map, mt19937_64
+from native.token_file import TokenFile, Vocabulary
 
 EOS, SENTINELS = 1, tuple(range(199, 99, -1))
 VOCABULARY = Vocabulary(200, 0, EOS, SENTINELS, frozenset())

@@ -14,7 +14,8 @@ from t5bench import Problem
 from t5bench.compare.parity import own_contradictions
 from t5bench.compare.traces import PHASES, Location, Trace, first_difference
 from t5bench.plan.ports import free_port
-from t5bench.record.records import Run, load
+from t5bench.record.records import load
+from t5bench.record.run import Run
 from t5bench.sweep.parity_check import ARGUMENTS, TRACE
 
 # Python imports this before anything else; PLANT is code.

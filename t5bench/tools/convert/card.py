@@ -1,7 +1,7 @@
 """The model card of an export: what was trained, on what, how, and with what result."""
 
 from t5bench.corpus.index import read_record
-from t5bench.record.records import Run
+from t5bench.record.run import Run
 from t5bench.tools.convert.trained import TrainedModel
 
 HOW_GPT = """\

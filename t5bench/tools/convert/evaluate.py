@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from native.data import TokenFile, Vocabulary, open_data, split_documents
+from native.data import open_data, split_documents
+from native.token_file import TokenFile, Vocabulary
 from t5bench import Problem
 from t5bench.record.plan import Plan
 from t5bench.tools.convert.exported import ExportedModel, add_model_arguments, open_model

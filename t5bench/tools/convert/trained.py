@@ -11,7 +11,8 @@ import torch
 from t5bench import Problem
 from t5bench.costmodel.job import Architecture
 from t5bench.record.checkpoints import RESHAPED_FROM, TRACKER, Checkpoints
-from t5bench.record.records import Run, load, load_settings
+from t5bench.record.records import load, load_settings
+from t5bench.record.run import Run
 from t5bench.tools.convert.checkpoint_file import read_checkpoint_file
 from t5bench.tools.convert.shards import Cut, Weights, whole_weights
 

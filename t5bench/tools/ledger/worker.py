@@ -45,7 +45,7 @@ def import_rest(tokenizer: str, *, with_deepspeed: bool) -> dict[str, str]:
         versions["deepspeed"] = deepspeed.__version__
 
     import native.train  # noqa: F401
-    from native.data import Vocabulary
+    from native.token_file import Vocabulary
 
     Vocabulary.load(tokenizer)
     gc.freeze()

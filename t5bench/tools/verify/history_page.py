@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.dates import AutoDateLocator, ConciseDateFormatter
 from matplotlib.figure import Figure
 
-from t5bench.tools.verify.history import Point, Scaled, histories, history_rows, scaling, scaling_rows
+from t5bench.tools.verify.trends import Point, Scaled, histories, history_rows, scaling, scaling_rows
 
 HERE = Path(__file__).parent
 INK = "#7a808c"  # readable on light and on dark paper

@@ -27,7 +27,8 @@ from t5bench.record.files import METRICS, PROFILE, RecordError, read
 from t5bench.record.log import Iteration
 from t5bench.record.plan import FORMAT, Plan, by_name, same_value
 from t5bench.record.reader import STEP_SECONDS, UNFORESEEN, decoded, log_lines, seconds
-from t5bench.record.records import ENDING, Run, read_parts
+from t5bench.record.records import ENDING, read_parts
+from t5bench.record.run import Run
 from t5bench.record.settings import BY_NAME
 from t5bench.record.status import CANCELLED, COMPLETE
 

@@ -11,10 +11,11 @@ from megatron.data.dataset_utils import build_train_valid_test_datasets
 from models import make_batch, make_model
 
 from native import arguments
-from native.data import TokenFile, Vocabulary, split_documents
+from native.data import split_documents
 from native.model import T5, initialise
 from native.parallel import Mesh
 from native.t5_samples import SpanCorruption
+from native.token_file import TokenFile, Vocabulary
 
 
 def native_arguments(*flags: str) -> Namespace:

@@ -9,7 +9,8 @@ from real_runs import EXACT, WATCHED, train
 
 from t5bench import Problem
 from t5bench.__main__ import main
-from t5bench.record.records import Run, load
+from t5bench.record.records import load
+from t5bench.record.run import Run
 from t5bench.tools.convert.checkpoint_file import read_checkpoint_file as read
 from t5bench.tools.convert.reshape import write
 from t5bench.tools.convert.shards import HEAD, WORDS, Cut, Weights, whole_weights
