@@ -66,7 +66,7 @@ die() {
   exit 2
 }
 
-for part in t5bench/{__init__.py,plan,record,model,run} native ds_configs patches; do
+for part in t5bench/{__init__.py,plan,record,costmodel,run} native ds_configs patches; do
   [[ -e $REPO_ROOT/$part ]] || die "$REPO_ROOT holds only a part of this repository: $part is missing" \
     "Clone or copy the whole repository to this node; its scripts do not run alone"
 done

@@ -21,14 +21,14 @@ GROUPS = {
         "sweep": ("sweep.command", "run strategies one after another, then compare them"),
         "compare": ("report.command", "compare runs: a table and a page"),
         "explain": (
-            "t5bench.profile.explain",
+            "profile.explain",
             "show where a profiled iteration's time went, and what slows a run down",
         ),
         "parity": ("compare.parity", "check whether runs trained the same model: pass or fail for each"),
         "parity-check": ("sweep.parity_check", "train every strategy with one recipe, then check parity"),
         "history": ("tools.verify.history", "compare results across commits, library releases and drivers"),
         "pack": (
-            "t5bench.tools.verify.pack",
+            "tools.verify.pack",
             "pack a comparison with its records into one file that others can verify",
         ),
         "verify": ("tools.verify.verify", "recompute every figure of a packed comparison from its logs"),
@@ -37,7 +37,7 @@ GROUPS = {
     "before you run": {
         "predict": ("tools.predict.command", "predict what each strategy will cost in memory, bytes and time"),
         "layouts": (
-            "t5bench.tools.predict.layouts",
+            "tools.predict.layouts",
             "rank every layout of a model on a number of GPUs by predicted time",
         ),
         "ranks": ("tools.predict.ranks", "show which rank is where, and every process group"),
@@ -47,7 +47,7 @@ GROUPS = {
     },
     "what you trained": {
         "generate": (
-            "t5bench.tools.convert.generate",
+            "tools.convert.generate",
             "let a run's model continue a prompt (GPT) or fill its gaps (T5)",
         ),
         "evaluate": (
@@ -55,7 +55,7 @@ GROUPS = {
             "compute a run's validation loss; for a GPT also perplexity on WikiText and accuracy on LAMBADA",
         ),
         "reshape": (
-            "t5bench.tools.convert.reshape",
+            "tools.convert.reshape",
             "convert a checkpoint to another tensor- or pipeline-parallel size",
         ),
         "export": ("tools.convert.export", "export a run's model for Hugging Face's libraries"),
