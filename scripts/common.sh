@@ -21,7 +21,9 @@ set +o noclobber +o noglob +o monitor +o posix +o allexport +o keyword
 { : 3>&2; } || exec 2>/dev/null
 unset CDPATH FUNCNEST TMOUT GLOBIGNORE EXECIGNORE
 REPO_ROOT=$(cd -- "${BASH_SOURCE[0]%/*}/.." && pwd -P)
-PYTHON=${PYTHON:-python3}
+# One Python plans, trains and records, also in what this script starts.
+export PYTHON=${PYTHON:-python3}
+[[ $PYTHON == */* ]] || PYTHON=$(type -P -- "$PYTHON" || printf '%s' "$PYTHON")
 [[ $PYTHON != */* || $PYTHON == /* ]] || PYTHON=$PWD/$PYTHON
 # What precedes a strategy in names; T5 came first and has no prefix.
 FAMILY_PREFIX=${MODEL_FAMILY:-t5}-

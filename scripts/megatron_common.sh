@@ -47,7 +47,7 @@ run_torchrun() {
   # Beyond the file-size limit (ulimit -f), or with nobody left to read, a write fails, but this shell continues.
   trap '' XFSZ PIPE
   run_to_end record_run "$node.end" \
-    env "${ENVIRONMENT[@]}" torchrun "${RENDEZVOUS[@]}" "${PROGRAM[@]}" "${ARGUMENTS[@]}" || exit_status=$?
+    env "${ENVIRONMENT[@]}" "$PYTHON" -m torch.distributed.run "${RENDEZVOUS[@]}" "${PROGRAM[@]}" "${ARGUMENTS[@]}" || exit_status=$?
   # On a machine without GPUs, DeepSpeed leaves these in memory, 66 MiB for each process.
   [[ $DEVICE != cpu ]] || rm -f -- "/dev/shm/deepspeed_allreduce_buffer_${UID}_${MASTER_ADDR}_${MASTER_PORT}_"*
   [[ ! -f $node.status ]] || { read -r status reason && read -r remedy; } 2>/dev/null <"$node.status" || true

@@ -4,6 +4,7 @@
 """
 
 import argparse
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -147,4 +148,5 @@ if __name__ == "__main__":
     from t5bench.text import guard_streams
 
     guard_streams()
+    os.environ.setdefault("PYTHON", sys.executable)  # for the launchers that a command starts
     sys.exit(main())

@@ -25,6 +25,7 @@ from pathlib import Path
 
 from t5bench import EXIT_CONFIGURATION, Problem, note
 from t5bench.plan import claim, place
+from t5bench.plan.interpreter import path_of_programs
 from t5bench.plan.launchers import declaration
 from t5bench.plan.planner import plan
 from t5bench.plan.scripts import SCRIPTS, script_defaults, script_values
@@ -115,7 +116,8 @@ def with_toolkit(planned: Plan) -> Plan:
         return planned
     from t5bench.plan.toolkit import completions
 
-    return replace(planned, environment={**planned.environment, **completions(os.environ)})
+    environment = {**os.environ, "PATH": path_of_programs(os.environ)}
+    return replace(planned, environment={**planned.environment, **completions(environment)})
 
 
 def with_forecast(planned: Plan, *, is_dry_run: bool) -> Plan:

@@ -12,6 +12,7 @@ from t5bench.costmodel.layout import Layout
 from t5bench.costmodel.schedule import INTERLEAVED, ONE_F_ONE_B
 from t5bench.plan.draft import Draft
 from t5bench.plan.families import family_of
+from t5bench.plan.interpreter import path_of_programs
 from t5bench.record.plan import Arguments
 from t5bench.record.settings import BY_NAME
 
@@ -248,7 +249,12 @@ def environment(draft: Draft, choices: Choices) -> dict[str, str]:
     if draft.value("ENGINE") == "megatron":
         paths.insert(0, draft.value("MEGATRON_DIR"))
     variables = {name: draft.value(name) for name in ("CUDA_DEVICE_MAX_CONNECTIONS", "WANDB_RUN_GROUP")}
+    path = path_of_programs(draft.environ)
+    if path != draft.environ.get("PATH"):
+        variables["PATH"] = path
     variables["PYTHONFAULTHANDLER"] = "1"
+    # With -m Python looks for modules in the current directory first, where there may be another torch.
+    variables["PYTHONSAFEPATH"] = "1"
     variables["PYTHONPATH"] = ":".join(paths)
     variables["WANDB_MODE"] = choices.wandb_mode
     variables["WANDB_JOB_TYPE"] = draft.environ.get("WANDB_JOB_TYPE") or "train"

@@ -17,6 +17,7 @@ from t5bench.plan.engine import SERIES, check_engine, check_locks, check_package
 from t5bench.plan.engine_arguments import check_arguments
 from t5bench.plan.environment import child_environment
 from t5bench.plan.families import check_family
+from t5bench.plan.interpreter import interpreter, path_of_programs
 from t5bench.plan.launchers import declared
 from t5bench.plan.layout import choose_processes, divide
 from t5bench.plan.settings import check_values, take_engine_arguments, values_from
@@ -100,6 +101,7 @@ def plan(
         ledger=ledger,
         environment=added,
         removed_environment=removed,
+        python=interpreter(environ),
         rendezvous=command.rendezvous(draft, layout),
         program=command.program(draft),
         arguments=command.engine_arguments(draft, choices),
@@ -195,7 +197,7 @@ def _check_software(
     ledger = check_packages(draft, ds_config, layout, device)
     if device == "cuda" and ds_config and offload_device(ds_config, "offload_optimizer") == "cpu":
         try:
-            check_curand(draft.environ)
+            check_curand({**draft.environ, "PATH": path_of_programs(draft.environ)})
         except Problem as problem:
             draft.lack("no-curand", str(problem), problem.remedy)
     return patches, ledger

@@ -4,7 +4,9 @@ environment and SLURM."""
 import re
 import shutil
 import socket
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
 
 from t5bench import Problem
 from t5bench.plan.draft import Draft
@@ -197,9 +199,11 @@ def _lacks(draft: Draft) -> Iterator[Fault]:
     if rank == 0 and is_taken(port):
         remedy = "Choose another on every node: MASTER_PORT=29900"
         yield "port-taken", f"port {port} is already in use on this node", remedy
-    for program, remedy in (("torchrun", "Activate the environment that has torch"), ("setsid", "Install util-linux")):
-        if not shutil.which(program, path=draft.environ.get("PATH")):
-            yield f"no-{program}", f"{program} is not on PATH", remedy
+    if not find_spec("torch"):
+        remedy = "Activate the environment that has it, or set PYTHON to that environment's interpreter"
+        yield "no-torch", f"torch is not installed for {sys.executable}", remedy
+    if not shutil.which("setsid", path=draft.environ.get("PATH")):
+        yield "no-setsid", "setsid is not on PATH", "Install util-linux"
 
 
 def check_interfaces(draft: Draft, device: str) -> None:

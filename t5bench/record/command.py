@@ -63,5 +63,6 @@ def script(plan: Plan) -> str:
     if wandb_config:
         lines.append(f"echo 'wandb_version: 1' >{quoted(wandb_config)}\n")
     lines.append(arrays(plan))
-    lines.append('env "${ENVIRONMENT[@]}" torchrun "${RENDEZVOUS[@]}" "${PROGRAM[@]}" "${ARGUMENTS[@]}"\n')
+    torchrun = " ".join(map(quoted, plan.torchrun))
+    lines.append(f'env "${{ENVIRONMENT[@]}}" {torchrun} "${{RENDEZVOUS[@]}}" "${{PROGRAM[@]}}" "${{ARGUMENTS[@]}}"\n')
     return "".join(lines)

@@ -146,6 +146,8 @@ class Plan:
     """What the launcher adds to the environment of torchrun."""
     removed_environment: Sequence[str] = ()
     """The variables of the user's environment that torchrun does not get, because they would change the run."""
+    python: str = ""
+    """The interpreter that runs torchrun and the workers, whose packages are recorded; "" in earlier records."""
     rendezvous: Sequence[str] = ()
     """torchrun's own arguments."""
     program: Sequence[str] = ()
@@ -175,7 +177,12 @@ class Plan:
         """The command as the launcher runs it; empty for a refused plan."""
         if not self.program:
             return []
-        return ["torchrun", *self.rendezvous, *self.program, *self.arguments.words]
+        return [*self.torchrun, *self.rendezvous, *self.program, *self.arguments.words]
+
+    @property
+    def torchrun(self) -> list[str]:
+        """torchrun, as a module of the interpreter that was planned: one on PATH may be another environment's."""
+        return [self.python, "-m", "torch.distributed.run"] if self.python else ["torchrun"]
 
     def value(self, name: str, default: str | None = None) -> str:
         """A setting's value. default: if plans of earlier versions lack it. Raises RecordError if it has none."""

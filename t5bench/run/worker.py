@@ -101,10 +101,14 @@ def main() -> None:
     keep_stacks(f"{stacks}.{rank}")
     reporter = Reporter(reports_prefix(Path(stacks)), int(rank))
     report_rejections(reporter)
-    sys.path[0] = str(Path(program).resolve().parent)
+    directory = str(Path(program).resolve().parent)
+    if getattr(sys.flags, "safe_path", False):
+        sys.path.insert(0, directory)
+    else:
+        sys.path[0] = directory
     sys.argv = [program, *arguments]
     try:
-        prepare_libraries(is_megatron=(Path(sys.path[0]) / "megatron" / "initialize.py").exists())
+        prepare_libraries(is_megatron=(Path(directory) / "megatron" / "initialize.py").exists())
         report_iterations(reporter)
         place = os.environ.get("T5_PROFILE")
         if place:

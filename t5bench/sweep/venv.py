@@ -8,7 +8,6 @@ creates or completes it, with only the standard library; if it is complete, noth
 import hashlib
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -26,7 +25,6 @@ CUDA_MB = 2741
 OTHER_MB = {"requirements.txt": 188, "requirements-dev.txt": 26}
 VENV = REPOSITORY / ".venv"
 PYTHON = VENV / "bin" / "python"
-TORCHRUN = VENV / "bin" / "torchrun"
 COMPLETE = VENV / "complete"
 LOG = VENV / "install.log"
 # Common failures: a pattern in the log, and what it means with what to do.
@@ -58,9 +56,6 @@ def ensure(requirements: "list[Path]") -> None:
         install(requirements)
         with COMPLETE.open("a") as file:
             file.write(f"{stamp}\n")
-    if not TORCHRUN.exists():
-        # torch belongs to the base Python, whose torchrun would start workers without this environment's packages.
-        write_torchrun(TORCHRUN, PYTHON)
 
 
 def make() -> None:
@@ -118,13 +113,6 @@ def logged(title: str, *command: str, must: bool = True) -> bool:
     print(*output.splitlines()[-15:], sep="\n", file=sys.stderr)
     remedy = f"The end of {LOG} is above; fix what it names, then run this again"
     raise Problem("cannot install the Python packages", remedy)
-
-
-def write_torchrun(path: Path, python: Path) -> None:
-    """Writes a torchrun that uses this Python."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f'#!/usr/bin/env bash\nexec {shlex.quote(str(python))} -m torch.distributed.run "$@"\n')
-    path.chmod(0o755)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
 """The environment of a run: what the launcher passes on, removes and refuses."""
 
 import json
+import sys
+from pathlib import Path
 
 import pytest
 from support import Project
@@ -89,6 +91,27 @@ def test_packages_come_from_this_checkout(project: Project):
     assert result.returncode == 0, result.stderr
     paths = project.recorded_environment()["PYTHONPATH"].split(":")
     assert paths.index(str(project.root)) < paths.index(str(other))
+
+
+def test_the_environment_that_was_planned_runs(project: Project, tmp_path: Path):
+    """PATH has another one's programs, and the current directory another torch."""
+    other = tmp_path / "other"
+    (other / "torch").mkdir(parents=True)
+    (other / "torch" / "__init__.py").write_text("raise SystemExit('another torch')\n")
+    for name in ("python3", "torchrun", "ninja"):
+        (other / name).write_text("#!/bin/sh\nexit 9\n")
+        (other / name).chmod(0o755)
+    path = f"{other}:{project.stubs}:/usr/bin:/bin"
+    result = project.launch("ddp", cwd=other if sys.version_info >= (3, 11) else None, PATH=path)
+    assert result.returncode == 0, result.stderr
+    assert project.recorded_environment()["PATH"] == f"{Path(sys.executable).parent}:{path}"
+    plan = json.loads((project.root / "outputs" / "ddp" / "run.json").read_text())["plan"]
+    assert plan["python"] == sys.executable
+    (project.root / "outputs").rename(tmp_path / "outputs")
+    # Where it is active, what the user put before it stays there.
+    path = f"{project.stubs}:{Path(sys.executable).parent}:/usr/bin:/bin"
+    assert project.launch("ddp", PATH=path, PYTHON="python").returncode == 0
+    assert project.recorded_environment()["PATH"] == path
 
 
 @pytest.mark.parametrize(

@@ -40,10 +40,13 @@ def test_programs_that_are_missing_are_named(project: Project, tmp_path: Path):
     (bare := tmp_path / "bare").mkdir()
     path = project.environment["PATH"].split(":")
     for found in {found.name: found for folder in reversed(path) for found in Path(folder).iterdir()}.values():
-        if found.name not in ("setsid", "torchrun"):
+        if found.name != "setsid":
             (bare / found.name).symlink_to(found)
-    obstacles = planned(project, "ddp", PATH=str(bare))["obstacles"]
-    assert [each["code"] for each in obstacles] == ["no-torchrun", "no-setsid"]
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "empty")], check=True)
+    obstacles = planned(
+        project, "ddp", PATH=str(bare), PYTHON=str(tmp_path / "empty" / "bin" / "python"), PYTHONPATH=None
+    )["obstacles"]
+    assert [each["code"] for each in obstacles][:2] == ["no-torch", "no-setsid"]
 
 
 SLURM = {"SLURM_JOB_NODELIST": "127.0.0.8,127.0.0.9", "SLURM_NODEID": "1", "SLURM_JOB_NUM_NODES": "2"}
@@ -76,7 +79,7 @@ def test_where_the_nodes_come_from(project: Project, strategy, arguments, enviro
     project.add_stub("scontrol", SCONTROL_STUB)
     plan = planned(project, strategy, *arguments, **environment)
     assert plan["obstacles"] == []
-    torchrun = by_name(plan["command"][1 : plan["command"].index("--rdzv_conf")])
+    torchrun = by_name(plan["command"][3 : plan["command"].index("--rdzv_conf")])
     assert (torchrun["--master_addr"], int(torchrun["--node_rank"])) == (plan["master_address"], plan["node"])
     assert (plan["master_address"], plan["layout"]["nnodes"], plan["node"]) == expected
 
@@ -215,12 +218,13 @@ def test_every_setting_reaches_the_engine_and_what_stands_after_the_dashes_comes
     extra = ["--some-switch", "--some-name", "a b", "--seed", "8"]
     others = {"WANDB_PROJECT": "my project", "WANDB_RUN_NAME": "it's $HOME; `id`", "TOKENIZER_MODEL": "a/model"}
     others |= {"SAVE_INTERVAL": "25", "MASTER_PORT": "29900", "RENDEZVOUS_TIMEOUT": "30", "OUTPUT_DIR": "here"}
-    result = project.launch("zero1", "--", *extra, **CHANGED, **others, PYTHONPATH="/elsewhere")
+    paths = f"{project.stubs / 'site'}:/elsewhere"
+    result = project.launch("zero1", "--", *extra, **CHANGED, **others, PYTHONPATH=paths)
     assert result.returncode == 0, result.stderr
     environment = project.recorded_environment()
     assert {"DS_ACCELERATOR": "cpu", "LOCAL_SIZE": "2", "CUDA_VISIBLE_DEVICES": ""}.items() <= environment.items()
     engine, *rest = environment["PYTHONPATH"].split(":")
-    assert Path(engine).resolve() == project.engine and rest == [str(project.root), "/elsewhere"]
+    assert Path(engine).resolve() == project.engine and rest == [str(project.root), *paths.split(":")]
     words = project.recorded_arguments()
     given = by_name(words)
     plan = Plan.read(json.loads((project.root / "here" / "run.json").read_text())["plan"])
@@ -230,7 +234,7 @@ def test_every_setting_reaches_the_engine_and_what_stands_after_the_dashes_comes
             assert given[argument] == value, name
     assert "--fp16" in words
     assert words[-len(extra) :] == extra
-    assert plan.command[1:] == words
+    assert plan.command[3:] == words and plan.command[:3] == [sys.executable, "-m", "torch.distributed.run"]
     wanted = {"--wandb-project": "my project", "--wandb-exp-name": "it's $HOME; `id`", "--tokenizer-model": "a/model"}
     wanted |= {"--save-interval": "25", "--save": str(project.root / "here" / "checkpoints"), "--master_port": "29900"}
     assert "timeout=30" in words

@@ -258,7 +258,7 @@ def test_the_hanging_rank_is_named_and_all_leave_their_stacks(project: Project, 
     """Either the watchdog ends the run, or a worker that has waited too long for the others, by way of torchrun."""
     (project.engine / "pretrain_t5.py").write_text((REPO_ROOT / "tests/tools/nodes/stub_trainer.py").read_text())
     project.record_engine()
-    project.environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    project.use_real_torch()
     settings = {"MODEL_PRESET": "tiny", "DEVICE": "cpu", "PRECISION_FLAG": "", "TRAIN_ITERS": "100000"}
     settings |= {"LOG_INTERVAL": "1", "WANDB_MODE": "disabled", "OMP_NUM_THREADS": "1", "MASTER_PORT": str(free_port())}
     output = project.root / "outputs" / "ddp"

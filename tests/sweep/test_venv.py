@@ -55,8 +55,8 @@ def test_torch_of_a_base_virtual_environment_is_used(project: Project, tmp_path:
     where = subprocess.check_output([python, "-c", "import torch; print(torch.__file__)"], text=True)
     assert where.startswith(str(base))
     # The workers are of the environment that has the packages, not of the base.
-    torchrun = subprocess.check_output([python.with_name("torchrun"), "a.py", "--flag", "two words"], text=True)
-    assert torchrun == f"{python} ['a.py', '--flag', 'two words']\n"
+    command = [python, "-m", "torch.distributed.run", "a.py", "--flag", "two words"]
+    assert subprocess.check_output(command, text=True) == f"{python} ['a.py', '--flag', 'two words']\n"
 
 
 def test_an_interrupted_environment_is_made_again(project: Project):

@@ -12,7 +12,6 @@ from pathlib import Path
 
 from t5bench import REPOSITORY, Problem, note, raise_on_signals
 from t5bench.record.status import CONFIGURATION, EXIT_CODES
-from t5bench.sweep.venv import write_torchrun
 from t5bench.text import guard_streams
 from t5bench.tools.acceptance import bundle, results
 from t5bench.tools.acceptance.call import RESERVE, Call, earlier_files
@@ -53,8 +52,6 @@ def main(elapsed: float, arguments: Sequence[str]) -> int:
 def _put_programs_on_path(programs: Path) -> None:
     """Those that the steps run, and that belong to this Python."""
     python = Path(sys.executable)
-    # A torchrun on PATH may belong to another Python and would start workers with its packages.
-    write_torchrun(programs / "torchrun", python)
     # There may be no make.
     bundle.write_make(programs / "make", python)
     # ninja may lie next to a Python that is not on PATH.

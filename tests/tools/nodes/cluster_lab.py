@@ -364,7 +364,7 @@ def losses(directory: Path) -> dict[int, float | None]:
 def make_cluster_project(directory: Path) -> Project:
     """A project whose engine is the stub trainer, started by the real torchrun, without a GPU."""
     project = make_project(directory)
-    (project.stubs / "torchrun").unlink()
+    project.use_real_torch()
     shutil.copy(STUB_TRAINER, project.engine / "pretrain_t5.py")
     project.record_engine()
     project.environment = {
