@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from t5bench.costmodel.attained import BY_FAMILY, Attained
+from t5bench.costmodel.achievable_rates import BY_FAMILY, AchievableRates
 
 GB, MIB, GIB = 10**9, 2**20, 2**30
 
@@ -36,14 +36,14 @@ class Device:
     pcie: float = 24e9  # to the CPU, what a copy from pinned memory reaches of 32, 64 or 16 GB/s
     ampere: bool = True  # or later, with bf16 and TF32 on tensor cores
     fp8: bool = False  # at twice the 16-bit rate
-    family: str = "cpu"  # a key of attained.BY_FAMILY
+    family: str = "cpu"  # a key of achievable_rates.BY_FAMILY
 
     @property
     def hopper(self) -> bool:
         return self.family == "hopper"
 
     @property
-    def attained(self) -> Attained:
+    def achievable(self) -> AchievableRates:
         return BY_FAMILY[self.family]
 
     def peak(self, precision: str) -> float | None:

@@ -53,7 +53,7 @@ class Prediction:
 
     @cached_property
     def node_bytes(self) -> Sequence[float]:
-        return traffic.node_bytes(self.job, traffic.rows(self.job), self.backend)
+        return traffic.node_bytes(self.job, traffic.collectives_of(self.job), self.backend)
 
     @cached_property
     def time(self) -> time.Time | None:
@@ -126,7 +126,7 @@ class Prediction:
             "memory": asdict(self.memory) | {"peak": self.memory.peak, "in_use": self.memory_bytes},
             "flops": {"model": model_flops, "hardware": flops.hardware_flops(job)},
             "bytes_sent_by_node": self.node_bytes,
-            "collectives": [asdict(row) for row in traffic.rows(job)],
+            "collectives": [asdict(collective) for collective in traffic.collectives_of(job)],
             "seconds": found and asdict(found) | {"total": found.total},
             "intervals": {
                 "level": intervals.LEVEL,

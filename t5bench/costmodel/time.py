@@ -16,10 +16,10 @@ from t5bench.costmodel.flops import layer_multiply_adds, multiply_adds
 from t5bench.costmodel.job import Job, Zero
 from t5bench.costmodel.machine import Device, Link, Machine
 from t5bench.costmodel.parameters import Stage, layer_shapes, parameters, stage_of
-from t5bench.costmodel.traffic import LAST_WEIGHTS, Row, paths, ring_bytes, rows, steps
+from t5bench.costmodel.traffic import LAST_WEIGHTS, Collective, collectives_of, paths, ring_bytes, steps
 
 # The shares that element-wise operations reach of a memory's bandwidth, and collectives of a link's data rate: round
-# figures from published benchmarks, not fitted. attained.py has what matrix products reach of a GPU's peak.
+# figures from published benchmarks, not fitted. achievable_rates.py has what matrix products reach of a GPU's peak.
 ELEMENTS = 0.80
 NETWORK = {"nccl": 0.92, "gloo": 0.97}
 # FlashAttention-2 reaches less of Hopper's peak (FlashAttention-3, https://arxiv.org/abs/2407.08608, abstract).
@@ -132,7 +132,7 @@ class Rates(NamedTuple):
 def _rates(job: Job, device: Device) -> Rates:
     def products(precision: str) -> float:
         peak = device.peak(precision) or device.vector * 1e12  # without tensor cores for it
-        return peak * (device.attained.fp8 if precision == "fp8" else device.attained.products)
+        return peak * (device.achievable.fp8 if precision == "fp8" else device.achievable.products)
 
     return Rates(
         linear=products(job.precision),
@@ -163,10 +163,10 @@ def _layer_seconds(job: Job, decoder: bool, device: Device) -> tuple[float, floa
     weights, core_products = layer_multiply_adds(a, decoder)
     n = a.length(decoder)
     attentions = job.attentions(decoder)
-    start = device.attained.start
+    start = device.achievable.start
     attention = rates.products
     if device.hopper:  # longer by what flash attention misses of its share of the multiply-adds
-        share = device.attained.products / FLASH_ON_HOPPER
+        share = device.achievable.products / FLASH_ON_HOPPER
         slower = [length * (share if kernel == "flash" else 1) for length, kernel in attentions]
         attention *= sum(a.attended(decoder)) / sum(slower)
     # Under autocast the residual stream, norms and softmax are fp32.
@@ -256,7 +256,7 @@ def _weight_seconds(job: Job, device: Device, stage: int, slower: float) -> floa
             weights, _ = layer_multiply_adds(a, is_decoder)
             shapes = [shape for shape in layer_shapes(a, t, is_decoder) if len(shape) == 2]
             adding = sum(prod(shape) for shape in shapes) * ADDING_PASSES * rates.element
-            starting = len(shapes) * device.attained.start
+            starting = len(shapes) * device.achievable.start
             gpu += layers * (2 * job.micro_batch * weights / t / rates.linear + starting + adding)
             operators += layers * len(shapes) * WEIGHT_OPERATORS
     return _pass(gpu, operators, device, slower).seconds
@@ -291,19 +291,19 @@ def _other_operators(job: Job, part: Stage) -> int:
     return operators + HOOK_OPERATORS[job.zero.stage] * hooked
 
 
-def collective_seconds(row: Row, job: Job, machine: Machine, backend: str = "nccl") -> float:
+def collective_seconds(collective: Collective, job: Job, machine: Machine, backend: str = "nccl") -> float:
     """One collective, with all groups of its kind busy at the same time."""
-    size, has_inside, leaving = paths(job.parallel, job.architecture.cross_attention)[row.group]
-    sent = ring_bytes(row, size, backend)
-    if (row.kind, size, backend) == ("all-gather", 2, "gloo"):
+    size, has_inside, leaving = paths(job.parallel, job.architecture.cross_attention)[collective.group]
+    sent = ring_bytes(collective, size, backend)
+    if (collective.kind, size, backend) == ("all-gather", 2, "gloo"):
         sent *= GLOO_PAIR_GATHER
-    inside = sent / attained(machine.inside, backend) if has_inside else 0.0
-    between = leaving * sent / attained(machine.between, backend)
+    inside = sent / collective_bandwidth(machine.inside, backend) if has_inside else 0.0
+    between = leaving * sent / collective_bandwidth(machine.between, backend)
     latency = machine.between.latency if leaving else machine.inside.latency
-    return max(inside, between) + steps(row, size, backend) * latency
+    return max(inside, between) + steps(collective, size, backend) * latency
 
 
-def attained(link: Link, backend: str) -> float:
+def collective_bandwidth(link: Link, backend: str) -> float:
     """The bytes per second that collectives reach."""
     return link.bandwidth if link.is_measured else link.bandwidth * NETWORK[backend]
 
@@ -357,24 +357,24 @@ def _waits(job: Job, machine: Machine, backend: str, passes: Sequence[tuple[Pass
     stages = len(passes)
     waits = Waits(forward=[0.0] * stages, backward=[0.0] * stages, once=[0.0] * stages, hidden=[0.0] * stages)
     overlapped: Counter[tuple[int, str]] = Counter()  # of a stage, what is sent while it computes
-    for row in rows(job):
-        seconds = row.count * collective_seconds(row, job, machine, backend)
-        if row.kind in ("send", "send back"):
+    for collective in collectives_of(job):
+        seconds = collective.count * collective_seconds(collective, job, machine, backend)
+        if collective.kind in ("send", "send back"):
             if job.engine == "megatron":  # whoever sends waits, too (p2p_communication.py)
-                ways = waits.forward if row.kind == "send" else waits.backward
-                for stage in row.stages:
+                ways = waits.forward if collective.kind == "send" else waits.backward
+                for stage in collective.stages:
                     ways[stage] += seconds / m
             else:
-                waits.transfer = max(waits.transfer, seconds / row.count)
+                waits.transfer = max(waits.transfer, seconds / collective.count)
             continue
         # PyTorch hides FSDP2's collectives with CUDA's streams; on a CPU each is waited for (_fsdp_collectives.py).
-        is_hidden = row.overlap and not (job.fully_sharded and backend == "gloo")
-        for stage in row.stages:
+        is_hidden = collective.overlap and not (job.fully_sharded and backend == "gloo")
+        for stage in collective.stages:
             if is_hidden:
-                overlapped[stage, row.overlap] += seconds
-            elif row.when == "each forward":
+                overlapped[stage, collective.overlap] += seconds
+            elif collective.when == "each forward":
                 waits.forward[stage] += seconds / m
-            elif row.when == "each backward":
+            elif collective.when == "each backward":
                 waits.backward[stage] += seconds / m
             else:
                 waits.once[stage] += seconds

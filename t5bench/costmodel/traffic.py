@@ -28,7 +28,7 @@ LAST_WEIGHTS = "last gradients of weights"  # of a zero-bubble schedule, see sch
 
 
 @dataclass(frozen=True)
-class Row:
+class Collective:
     """A kind of collective: `count` of them an iteration in every `group` of these stages."""
 
     what: str
@@ -45,21 +45,21 @@ class Row:
     stages: tuple[int, ...] = ()
 
 
-def rows(job: Job) -> list[Row]:
+def collectives_of(job: Job) -> list[Collective]:
     """All collectives of an iteration, except those in groups of one rank."""
-    stages_of_row: dict[Row, list[int]] = {}
+    stages_by_collective: dict[Collective, list[int]] = {}
     for stage in range(job.parallel.pipeline):
-        counts: Counter[Row] = Counter()
+        counts: Counter[Collective] = Counter()
         chunks = job.parallel.chunks_of(stage)
-        tensor_parallel = (row for chunk in chunks for row in _tensor_parallel(job.apart, chunk))
+        tensor_parallel = (collective for chunk in chunks for collective in _tensor_parallel(job.apart, chunk))
         undivided = _undivided_gradients(job, stage)  # of all chunks together
-        for row in (*_data_parallel(job, stage), *tensor_parallel, *undivided, *_pipeline(job, stage)):
-            if row.count and row.bytes:
-                kind = replace(row, count=0)
-                counts[kind] += row.count
-        for row, count in counts.items():
-            stages_of_row.setdefault(replace(row, count=count), []).append(stage)
-    return [replace(row, stages=tuple(stages)) for row, stages in stages_of_row.items()]
+        for collective in (*_data_parallel(job, stage), *tensor_parallel, *undivided, *_pipeline(job, stage)):
+            if collective.count and collective.bytes:
+                kind = replace(collective, count=0)
+                counts[kind] += collective.count
+        for collective, count in counts.items():
+            stages_by_collective.setdefault(replace(collective, count=count), []).append(stage)
+    return [replace(collective, stages=tuple(stages)) for collective, stages in stages_by_collective.items()]
 
 
 def large_tensors(job: Job, stage: int) -> int:
@@ -69,7 +69,7 @@ def large_tensors(job: Job, stage: int) -> int:
     return sum(size for size in sizes if size > job.zero.persistence_threshold)
 
 
-def _data_parallel(job: Job, stage: int) -> Iterator[Row]:
+def _data_parallel(job: Job, stage: int) -> Iterator[Collective]:
     if job.parallel.data == 1:
         return
     if job.fully_sharded:
@@ -82,31 +82,31 @@ def _data_parallel(job: Job, stage: int) -> Iterator[Row]:
     else:
         yield from _megatron_data_parallel(job, stage)
     if job.engine == "megatron" and stage == job.parallel.pipeline - 1:
-        yield Row("loss", "data", "all-reduce", job.micro_batches, 4, "each forward")
+        yield Collective("loss", "data", "all-reduce", job.micro_batches, 4, "each forward")
 
 
-def _ddp(job: Job, stage: int) -> Iterator[Row]:
+def _ddp(job: Job, stage: int) -> Iterator[Collective]:
     """PyTorch's DistributedDataParallel."""
     overlap = "" if buckets.casts_come_last(job) else "last backward"
     if job.parallel.puts_off_weights(stage):
         overlap = LAST_WEIGHTS
     when = overlap or "after backward"
     for size, count in Counter(buckets.ddp_buckets(job, stage)).items():
-        yield Row("gradients", "data", "all-reduce", count, size, when, overlap)
+        yield Collective("gradients", "data", "all-reduce", count, size, when, overlap)
 
 
-def _megatron_data_parallel(job: Job, stage: int) -> Iterator[Row]:
+def _megatron_data_parallel(job: Job, stage: int) -> Iterator[Collective]:
     """Gradients in one buffer: bf16's are accumulated in fp32, those of Megatron-DeepSpeed's fp16 in fp16."""
     count = parameters(job.architecture, job.parallel, stage)
     width = 2 if job.engine == "megatron" and job.precision == "fp16" else 4
     if job.distributed_optimizer:
-        yield Row("gradients", "data", "reduce-scatter", 1, width * count, "after backward")
-        yield Row("parameters", "data", "all-gather", 1, count * job.element, "after the optimizer")
+        yield Collective("gradients", "data", "reduce-scatter", 1, width * count, "after backward")
+        yield Collective("parameters", "data", "all-gather", 1, count * job.element, "after the optimizer")
     else:
-        yield Row("gradients", "data", "all-reduce", 1, width * count, "after backward")
+        yield Collective("gradients", "data", "all-reduce", 1, width * count, "after backward")
 
 
-def _zero(job: Job, stage: int) -> Iterator[Row]:
+def _zero(job: Job, stage: int) -> Iterator[Collective]:
     zero = job.zero
     count = parameters(job.architecture, job.parallel, stage)
     gradients = count * BYTES[zero.reduction or job.precision]  # ZeRO has its own dtype for sending gradients
@@ -115,21 +115,21 @@ def _zero(job: Job, stage: int) -> Iterator[Row]:
     when = "each backward" if times > 1 else "after backward"
     overlap = "each backward" if zero.overlap and zero.stage > 1 and not job.reduces_once else ""
     for elements, number in Counter(_zero_buckets(job, stage)).items():
-        yield Row("gradients", "data", kind, times * number, gradients / count * elements, when, overlap)
+        yield Collective("gradients", "data", kind, times * number, gradients / count * elements, when, overlap)
     # stage3.py adds up squares in fp64, but fp32 ones if the CPU has the optimizer.
     norm = 8 if zero.stage == 3 and not zero.offload_optimizer else 4
-    yield Row("gradient norm", "data", "all-reduce", 2, norm, "optimizer")
+    yield Collective("gradient norm", "data", "all-reduce", 2, norm, "optimizer")
     # Is a gradient infinite? ZeRO-3 asks in fp16 alone; ZeRO-1 and 2 in bf16 too since 0.19.3 (check_grad_overflow).
     # Other software's measurements are of older releases.
     asks_in_bf16 = zero.stage < 3 and job.engine in ("native", "megatron")
     if job.precision == "fp16" or (job.precision == "bf16" and asks_in_bf16):
-        yield Row("overflow", "data", "all-reduce", 1, 1, "optimizer")
+        yield Collective("overflow", "data", "all-reduce", 1, 1, "optimizer")
     if zero.stage == 3:
         yield from _gathers(job, stage)
         return
     for group in buckets.weights_and_vectors(job, stage):
         whole = padded(group, buckets.ALIGNMENT, job.parallel.data)
-        yield Row("parameters", "data", "all-gather", 1, whole * job.element, "after the optimizer")
+        yield Collective("parameters", "data", "all-gather", 1, whole * job.element, "after the optimizer")
 
 
 def sharded_groups(job: Job, stage: int = 0) -> list[tuple[str, int, int]]:
@@ -154,7 +154,7 @@ def sharded_groups(job: Job, stage: int = 0) -> list[tuple[str, int, int]]:
     return [*groups_of_layers, ("embedding and rest", 1, rest)]
 
 
-def _fully_sharded(job: Job, stage: int, how: FullySharded) -> Iterator[Row]:
+def _fully_sharded(job: Job, stage: int, how: FullySharded) -> Iterator[Collective]:
     """FSDP2 (_fsdp_param_group.py) as native/fsdp2.py asks for it.
 
     A layer is gathered for every forward and again for every backward pass; the root, which is used last in forward and
@@ -167,18 +167,20 @@ def _fully_sharded(job: Job, stage: int, how: FullySharded) -> Iterator[Row]:
     for what, count, elements in sharded_groups(job, stage):
         gathered = elements * job.element
         if how.keeps_parameters:
-            yield Row(what, group, "all-gather", count, gathered, "first forward")
+            yield Collective(what, group, "all-gather", count, gathered, "first forward")
         else:
-            yield Row(what, group, "all-gather", m * count, gathered, "each forward", "each forward")
+            yield Collective(what, group, "all-gather", m * count, gathered, "each forward", "each forward")
         if not how.keeps_parameters and "layers" in what:
-            yield Row(what, group, "all-gather", m * count, gathered, "each backward", "each backward")
-        yield Row(
+            yield Collective(what, group, "all-gather", m * count, gathered, "each backward", "each backward")
+        yield Collective(
             f"gradients of {what}", group, "reduce-scatter", count, 4 * elements, "last backward", "last backward"
         )
         if n < job.parallel.data:
             shard = 4 * elements / n
-            yield Row(f"gradients of {what}", "replica", "all-reduce", count, shard, "last backward", "last backward")
-    yield Row("gradient norm", group, "all-reduce", 1, 4, "optimizer")
+            yield Collective(
+                f"gradients of {what}", "replica", "all-reduce", count, shard, "last backward", "last backward"
+            )
+    yield Collective("gradient norm", group, "all-reduce", 1, 4, "optimizer")
 
 
 def _zero_buckets(job: Job, stage: int) -> list[int]:
@@ -193,7 +195,7 @@ def _zero_buckets(job: Job, stage: int) -> list[int]:
     return [buckets.padded_to(ranks, bucket) for bucket in buckets.zero_buckets(sizes, limit)]
 
 
-def _gathers(job: Job, stage: int) -> Iterator[Row]:
+def _gathers(job: Job, stage: int) -> Iterator[Collective]:
     """ZeRO-3 (partitioned_param_coordinator.py): small tensors stay whole, and are gathered after each change.
 
     The others are gathered for every micro-batch, once for forward and backward together if fewer elements than the
@@ -211,23 +213,23 @@ def _gathers(job: Job, stage: int) -> Iterator[Row]:
     gathered_again = max(0.0, 1 - zero.reuse_distance / (2 * whole))
     for share, when in ((1.0, "each forward"), (gathered_again, "each backward")):
         fetch = share * large * job.element / fetches
-        yield Row("parameters", "data", "all-gather", m, fetch, when)  # the first is waited for
-        yield Row("parameters", "data", "all-gather", m * (fetches - 1), fetch, when, when)
+        yield Collective("parameters", "data", "all-gather", m, fetch, when)  # the first is waited for
+        yield Collective("parameters", "data", "all-gather", m * (fetches - 1), fetch, when, when)
     if job.engine not in ("native", "megatron"):
         # Other software, whose measurements are of older releases; it may gather small ones together.
         small = whole - large - external
-        yield Row("embedding", "data", "all-gather", 1, external * job.element, "first forward")
-        yield Row("small parameters", "data", "all-gather", 1, small * job.element, "after the optimizer")
+        yield Collective("embedding", "data", "all-gather", 1, external * job.element, "first forward")
+        yield Collective("small parameters", "data", "all-gather", 1, small * job.element, "after the optimizer")
         return
-    yield Row("embedding", "data", "all-gather", m, external * job.element, "each forward")
+    yield Collective("embedding", "data", "all-gather", m, external * job.element, "each forward")
     sizes = chain.from_iterable(tensors(job.architecture, job.parallel, stage).values())
     small_sizes = [size for size in sizes if size <= zero.persistence_threshold]
     for size, count in Counter(small_sizes).items():
         one = buckets.padded_to(job.parallel.data, [size]) * job.element
-        yield Row("small parameters", "data", "all-gather", count, one, "after the optimizer")
+        yield Collective("small parameters", "data", "all-gather", count, one, "after the optimizer")
 
 
-def _tensor_parallel(job: Job, stage: int) -> Iterator[Row]:
+def _tensor_parallel(job: Job, stage: int) -> Iterator[Collective]:
     if job.parallel.tensor == 1:
         return
     a = job.architecture
@@ -239,21 +241,21 @@ def _tensor_parallel(job: Job, stage: int) -> Iterator[Row]:
         yield from _whole_activations(job, stage)
     if stage_of(a, job.parallel, stage).head:
         loss = 4 * a.output_length * job.micro_batch
-        yield Row("cross entropy", "tensor", "all-reduce", 3 * m, loss, "each forward")
+        yield Collective("cross entropy", "tensor", "all-reduce", 3 * m, loss, "each forward")
     if job.parallel.deepspeed:
         # Each rank sends a slice to the other stage, where the slices are gathered again (pipe_partitioned).
         activations = a.decoder_length * job.micro_batch * a.hidden * job.element
         if stage > 0:
-            yield Row("activations", "tensor", "all-gather", m, activations, "each forward")
+            yield Collective("activations", "tensor", "all-gather", m, activations, "each forward")
         if stage < last:
-            yield Row("activations", "tensor", "all-gather", 2 * m, activations, "each backward")
+            yield Collective("activations", "tensor", "all-gather", 2 * m, activations, "each backward")
     if job.engine == "megatron" and (stage in (0, last) or not job.parallel.deepspeed):
         s = a.encoder_length
         d = a.decoder_length
         numbers = d + 1
         if a.cross_attention:  # tokens, labels and loss mask, and the three masks of attention
             numbers = s + 3 * d + s * s + d * d + s * d
-        yield Row("batch", "tensor", "broadcast", m, 8 * job.micro_batch * numbers, "each forward")
+        yield Collective("batch", "tensor", "broadcast", m, 8 * job.micro_batch * numbers, "each forward")
 
 
 def _stacks(job: Job, stage: int) -> list[tuple[str, int, int, int]]:
@@ -267,7 +269,7 @@ def _stacks(job: Job, stage: int) -> list[tuple[str, int, int, int]]:
     return [(name, layers, length, layers * blocks) for name, layers, length, blocks in stacks if layers]
 
 
-def _whole_activations(job: Job, stage: int) -> Iterator[Row]:
+def _whole_activations(job: Job, stage: int) -> Iterator[Collective]:
     """Shoeybi et al. (https://arxiv.org/abs/1909.08053): an all-reduce after each block, and one before it in backward.
 
     Under the sequence parallelism of other software it is a reduce-scatter and an all-gather of the same bytes, and
@@ -279,31 +281,31 @@ def _whole_activations(job: Job, stage: int) -> Iterator[Row]:
     stacks = _stacks(job, stage)
     per_token = job.micro_batch * a.hidden * job.element
 
-    def row(what: str, count: int, length: float, when: str) -> Row:
-        return Row(what, "tensor", "all-reduce", m * count, length * per_token, when)
+    def collective(what: str, count: int, length: float, when: str) -> Collective:
+        return Collective(what, "tensor", "all-reduce", m * count, length * per_token, when)
 
     forwards = 2 if job.recompute == "full" else 1
     backwards = 1.5 if job.parallel.sequence_parallel else 1
     for name, _, length, blocks in stacks:
-        yield row(f"{name} blocks", blocks * forwards, length, "each forward")
-        yield row(f"{name} blocks", blocks, length * backwards, "each backward")
+        yield collective(f"{name} blocks", blocks * forwards, length, "each forward")
+        yield collective(f"{name} blocks", blocks, length * backwards, "each backward")
     if job.recompute == "full" and job.partitions_inputs:
         # DeepSpeed's runtime/activation_checkpointing/checkpointing.py, gather_partitioned_activations.
         for name, layers, length, _ in stacks:
             inputs = length * per_token
-            yield Row(f"{name} inputs", "tensor", "all-gather", m * layers, inputs, "each backward")
+            yield Collective(f"{name} inputs", "tensor", "all-gather", m * layers, inputs, "each backward")
     if part.decoder_layers and a.cross_attention:
         # Every layer's keys and values come from the encoder's output; the native engine sums their gradients first.
         sums = 1 if job.engine == "native" else part.decoder_layers
-        yield row("encoder output", sums, a.encoder_length, "each backward")
+        yield collective("encoder output", sums, a.encoder_length, "each backward")
     for _, _, length, _ in stacks:
         if part.embedding:
-            yield row("embedding", 1, length, "each forward")
+            yield collective("embedding", 1, length, "each forward")
     if part.head:
-        yield row("head", 1, a.output_length, "each backward")
+        yield collective("head", 1, a.output_length, "each backward")
 
 
-def _divided_activations(job: Job, stage: int) -> Iterator[Row]:
+def _divided_activations(job: Job, stage: int) -> Iterator[Collective]:
     """Sequence parallelism (https://arxiv.org/abs/2205.05198) as in native/sequence_parallel.py.
 
     Tokens are gathered before a block and scattered after it, and once more each in backward; there the block's first
@@ -315,28 +317,28 @@ def _divided_activations(job: Job, stage: int) -> Iterator[Row]:
     stacks = _stacks(job, stage)
     per_token = job.micro_batch * a.hidden * job.element
 
-    def row(what: str, kind: str, count: int, length: int, when: str) -> Row:
-        return Row(what, "tensor", kind, m * count, length * per_token, when)
+    def collective(what: str, kind: str, count: int, length: int, when: str) -> Collective:
+        return Collective(what, "tensor", kind, m * count, length * per_token, when)
 
     forwards = 2 if job.recompute == "full" else 1
     for name, _, length, blocks in stacks:
-        yield row(f"{name} blocks", "all-gather", blocks * forwards, length, "each forward")
-        yield row(f"{name} blocks", "reduce-scatter", blocks * forwards, length, "each forward")
-        yield row(f"{name} blocks", "all-gather", 2 * blocks, length, "each backward")
-        yield row(f"{name} blocks", "reduce-scatter", blocks, length, "each backward")
+        yield collective(f"{name} blocks", "all-gather", blocks * forwards, length, "each forward")
+        yield collective(f"{name} blocks", "reduce-scatter", blocks * forwards, length, "each forward")
+        yield collective(f"{name} blocks", "all-gather", 2 * blocks, length, "each backward")
+        yield collective(f"{name} blocks", "reduce-scatter", blocks, length, "each backward")
     if part.decoder_layers and a.cross_attention:  # gathered once for the keys and values of all layers
-        yield row("encoder output", "all-gather", 1, a.encoder_length, "each forward")
-        yield row("encoder output", "reduce-scatter", 1, a.encoder_length, "each backward")
+        yield collective("encoder output", "all-gather", 1, a.encoder_length, "each forward")
+        yield collective("encoder output", "reduce-scatter", 1, a.encoder_length, "each backward")
     for _, _, length, _ in stacks:
         if part.embedding:
-            yield row("embedding", "reduce-scatter", 1, length, "each forward")
-            yield row("embedding", "all-gather", 1, length, "each backward")
+            yield collective("embedding", "reduce-scatter", 1, length, "each forward")
+            yield collective("embedding", "all-gather", 1, length, "each backward")
     if part.head:
-        yield row("head", "all-gather", 1, a.output_length, "each forward")
-        yield row("head", "reduce-scatter", 1, a.output_length, "each backward")
+        yield collective("head", "all-gather", 1, a.output_length, "each forward")
+        yield collective("head", "reduce-scatter", 1, a.output_length, "each backward")
 
 
-def _undivided_gradients(job: Job, stage: int) -> Iterator[Row]:
+def _undivided_gradients(job: Job, stage: int) -> Iterator[Collective]:
     """The native engine's sequence parallelism sums the gradients of what each rank applied to its own tokens.
 
     A rank has divided / t + undivided parameters, all ranks together divided + undivided ones.
@@ -348,26 +350,26 @@ def _undivided_gradients(job: Job, stage: int) -> Iterator[Row]:
     of_a_rank = parameters(a, job.parallel, stage)
     of_all_ranks = parameters(a, replace(job.parallel, tensor=1), stage)
     undivided = (t * of_a_rank - of_all_ranks) // (t - 1)
-    yield Row("gradients of undivided parameters", "tensor", "all-reduce", 1, 4 * undivided, "after backward")
+    yield Collective("gradients of undivided parameters", "tensor", "all-reduce", 1, 4 * undivided, "after backward")
 
 
-def _pipeline(job: Job, stage: int) -> Iterator[Row]:
+def _pipeline(job: Job, stage: int) -> Iterator[Collective]:
     yield from _model_parallel_norm(job)
     if job.parallel.pipeline > 1:
         yield from _stages(job, stage)
 
 
-def _model_parallel_norm(job: Job) -> Iterator[Row]:
+def _model_parallel_norm(job: Job) -> Iterator[Collective]:
     parallel = job.parallel
     if job.engine == "native":  # along one axis after the other
         for group, size in (("tensor", parallel.tensor), ("pipeline", parallel.pipeline)):
             if size > 1:
-                yield Row("gradient norm", group, "all-reduce", 1, 4, "optimizer")
+                yield Collective("gradient norm", group, "all-reduce", 1, 4, "optimizer")
     elif parallel.tensor * parallel.pipeline > 1:
-        yield Row("gradient norm", "model", "all-reduce", 1, 4, "optimizer")
+        yield Collective("gradient norm", "model", "all-reduce", 1, 4, "optimizer")
 
 
-def _stages(job: Job, stage: int) -> Iterator[Row]:
+def _stages(job: Job, stage: int) -> Iterator[Collective]:
     """What stages send to each other, and what they both hold."""
     a = job.architecture
     parallel = job.parallel
@@ -381,15 +383,15 @@ def _stages(job: Job, stage: int) -> Iterator[Row]:
                 if a.cross_attention and source >= parallel.decoder_stage:
                     # Within the decoder the encoder's output is sent along.
                     length = a.encoder_length + a.decoder_length
-                yield Row("activations", "pipeline", kind, job.micro_batches, length * token, when, "computing")
+                yield Collective("activations", "pipeline", kind, job.micro_batches, length * token, when, "computing")
     part = stage_of(a, parallel, stage)
     if a.tied and (part.embedding or part.head):
         # In fp32; DeepSpeed's pipeline engine reduces the parameter's own gradient (runtime/pipe/engine.py).
         width = job.element if parallel.deepspeed else 4
         word = a.padded_vocabulary // parallel.tensor * a.hidden * width
-        yield Row("tied embedding", "embedding", "all-reduce", 1, word, "after backward")
+        yield Collective("tied embedding", "embedding", "all-reduce", 1, word, "after backward")
     if a.cross_attention and a.positions == "learned" and part.embedding and parallel.decoder_stage % parallel.pipeline:
-        yield Row("positions", "position", "all-reduce", 1, a.position_rows * a.hidden * 4, "after backward")
+        yield Collective("positions", "position", "all-reduce", 1, a.position_rows * a.hidden * 4, "after backward")
 
 
 def groups(parallel: Parallel, encoder_decoder: bool = True) -> dict[str, list[tuple[int, ...]]]:
@@ -441,20 +443,20 @@ def _rounds(kind: str, backend: str) -> int:
     return {"all-reduce": 2, "reduce-scatter": scatter, "all-gather": 1}.get(kind, 0)  # others go one way
 
 
-def ring_bytes(row: Row, size: int, backend: str) -> float:
+def ring_bytes(collective: Collective, size: int, backend: str) -> float:
     """Bytes that a rank sends to its neighbour in the ring, for one collective of `size` ranks or a whole message."""
-    rounds = _rounds(row.kind, backend)
+    rounds = _rounds(collective.kind, backend)
     if rounds:
-        return row.bytes * (rounds * (size - 1) / size)
-    return row.bytes if size > 1 else 0.0
+        return collective.bytes * (rounds * (size - 1) / size)
+    return collective.bytes if size > 1 else 0.0
 
 
-def steps(row: Row, size: int, backend: str) -> int:
+def steps(collective: Collective, size: int, backend: str) -> int:
     """Consecutive messages of a collective: those of a ring, or of NCCL's tree if that has fewer."""
-    rounds = _rounds(row.kind, backend)
+    rounds = _rounds(collective.kind, backend)
     tree = ceil(log2(size))
     if not rounds:
-        return tree if row.kind == "broadcast" else 1
+        return tree if collective.kind == "broadcast" else 1
     ring = rounds * (size - 1)
     return ring if backend == "gloo" else min(ring, 4 * tree)
 
@@ -473,38 +475,38 @@ def neighbours(
     return zip(members, next_ones, strict=False)
 
 
-def node_bytes(job: Job, collectives: Sequence[Row], backend: str) -> list[float]:
+def node_bytes(job: Job, collectives: Sequence[Collective], backend: str) -> list[float]:
     """Bytes that each node sends to other nodes in an iteration, including headers if they are known."""
     parallel = job.parallel
     per_node = parallel.devices_per_node
     ranks_of_stage = parallel.tensor * parallel.data
     nodes = [0.0] * ceil(parallel.world / per_node)
     members_by_group = groups(parallel, job.architecture.cross_attention)
-    for row in collectives:
-        groups_of_row = members_by_group[row.group]
-        size = len(groups_of_row[0])
-        data = ring_bytes(row, size, backend) * row.count
+    for collective in collectives:
+        groups_of_kind = members_by_group[collective.group]
+        size = len(groups_of_kind[0])
+        data = ring_bytes(collective, size, backend) * collective.count
         headers = 0.0  # of each of the two ends
         if backend == "gloo":
             data *= 1 + HEADERS
-            headers = MESSAGE / 2 * _gloo_messages(row, size)
-        is_of_every_stage = row.group in ("model", "embedding", "position")
-        for members in groups_of_row:
+            headers = MESSAGE / 2 * _gloo_messages(collective, size)
+        is_of_every_stage = collective.group in ("model", "embedding", "position")
+        for members in groups_of_kind:
             # From the last stage to the first goes what has another chunk of layers before it.
-            is_ring = row.kind in ("send", "send back") and parallel.virtual_stages > 1
-            for source, target in neighbours(row.kind, members, backend, is_ring):
+            is_ring = collective.kind in ("send", "send back") and parallel.virtual_stages > 1
+            for source, target in neighbours(collective.kind, members, backend, is_ring):
                 sender = source // per_node
                 receiver = target // per_node
-                if sender != receiver and (is_of_every_stage or source // ranks_of_stage in row.stages):
+                if sender != receiver and (is_of_every_stage or source // ranks_of_stage in collective.stages):
                     nodes[sender] += data + headers
                     nodes[receiver] += headers
     return nodes
 
 
-def _gloo_messages(row: Row, size: int) -> float:
-    """Messages that a rank sends in all collectives of a row."""
-    segments = max(2, ceil(row.bytes / size / GLOO_SEGMENT))
-    return row.count * (segments * _rounds(row.kind, "gloo") * (size - 1) or 1)
+def _gloo_messages(collective: Collective, size: int) -> float:
+    """Messages that a rank sends in all collectives of a collective."""
+    segments = max(2, ceil(collective.bytes / size / GLOO_SEGMENT))
+    return collective.count * (segments * _rounds(collective.kind, "gloo") * (size - 1) or 1)
 
 
 @lru_cache(maxsize=4096)

@@ -14,7 +14,7 @@ from native.data_parallel import TorchTrainer
 from native.model import T5, build
 from native.parallel import Axis, Mesh
 from t5bench.costmodel import flops
-from t5bench.costmodel.attained import BY_FAMILY, START
+from t5bench.costmodel.achievable_rates import BY_FAMILY, START
 from t5bench.costmodel.job import Architecture, FullySharded, Job, Parallel, Zero, padded
 from t5bench.costmodel.layout import decoder_stage, share
 from t5bench.costmodel.machine import DEVICES, device_of, peak_tflops
@@ -347,6 +347,6 @@ def test_rates_of_a_device():
 
 def test_every_gpu_has_what_its_family_attains():
     assert {device.family for device in DEVICES.values()} | {CPU.family} == BY_FAMILY.keys()
-    sxm, pcie, b200 = DEVICES["a100"].attained, DEVICES["a100-pcie"].attained, DEVICES["b200"].attained
+    sxm, pcie, b200 = DEVICES["a100"].achievable, DEVICES["a100-pcie"].achievable, DEVICES["b200"].achievable
     assert 1 > sxm.products > pcie.products > b200.products > 0.4
-    assert CPU.attained.start == 0 and all(device.attained.start == START for device in DEVICES.values())
+    assert CPU.achievable.start == 0 and all(device.achievable.start == START for device in DEVICES.values())

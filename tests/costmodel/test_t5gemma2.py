@@ -200,7 +200,7 @@ def test_a_decoder_layer_has_two_blocks():
     """Two all-reduces under tensor parallelism, where T5's has three."""
 
     def blocks(a: Architecture) -> int:
-        rows = traffic.rows(Job(a, Parallel(tensor=2)))
+        rows = traffic.collectives_of(Job(a, Parallel(tensor=2)))
         (row,) = (row for row in rows if row.what == "decoder blocks" and row.when == "each forward")
         return row.count
 

@@ -51,7 +51,7 @@ def test_groups_are_megatrons(megatron_dir: Path, sizes: tuple[int, ...], monkey
 
 
 def sent(job: Job, backend: str = "nccl") -> list[float]:
-    return traffic.node_bytes(job, traffic.rows(job), backend)
+    return traffic.node_bytes(job, traffic.collectives_of(job), backend)
 
 
 def test_a_node_sends_what_its_rings_carry_to_other_nodes():
@@ -138,10 +138,10 @@ def test_a_products_time_is_its_flops_at_what_the_gpu_attains_and_its_start():
     job = Job(model, Parallel(), 1, 1, attention="flash")
     for name, precision, peak in (("b200", "bf16", 2250e12), ("b200", "fp8", 4500e12), ("a100", "bf16", 312e12)):
         device = DEVICES[name]
-        share = device.attained.fp8 if precision == "fp8" else device.attained.products
+        share = device.achievable.fp8 if precision == "fp8" else device.achievable.products
         weights, core = flops.layer_multiply_adds(model, decoder=True)
-        attention = device.attained.products * device.peak("bf16")
-        products = 2 * weights / (share * peak) + 2 * core / attention + 5 * device.attained.start
+        attention = device.achievable.products * device.peak("bf16")
+        products = 2 * weights / (share * peak) + 2 * core / attention + 5 * device.achievable.start
         passes = time.BLOCK_PASSES * 2 * 8192 + time.FFN_PASSES * 32768 + 2 * 3 * 8192
         elements = 8192 * passes * 2 / (device.bandwidth * time.ELEMENTS)
         seconds, _ = time._layer_seconds(replace(job, precision=precision), True, device)
@@ -171,7 +171,7 @@ def test_a_cpu_waits_for_what_cuda_streams_hide():
     """FSDP2's collectives. On any device, ZeRO-3's first gather of each pass, as nothing has been computed yet."""
     sharded = replace(TWO_NODES, engine="native", fully_sharded=FullySharded())
     assert time.iteration(sharded, SLOW, "gloo").hidden == 0 < time.iteration(sharded, SLOW, "nccl").hidden
-    gathers = [row for row in traffic.rows(replace(TWO_NODES, zero=Zero(3))) if row.what == "parameters"]
+    gathers = [row for row in traffic.collectives_of(replace(TWO_NODES, zero=Zero(3))) if row.what == "parameters"]
     waited_for = {row.when: row.count for row in gathers if not row.overlap}
     assert waited_for == dict.fromkeys(("each forward", "each backward"), TWO_NODES.micro_batches)
     assert all(row.count > TWO_NODES.micro_batches for row in gathers if row.overlap)
@@ -180,7 +180,7 @@ def test_a_cpu_waits_for_what_cuda_streams_hide():
 def test_a_sender_waits_in_megatrons_pipeline_alone():
     """The busiest stage sends a message for every micro-batch."""
     pipeline = replace(TWO_NODES, parallel=Parallel(pipeline=2, devices_per_node=1))
-    (send,) = (row for row in traffic.rows(pipeline) if row.kind == "send")
+    (send,) = (row for row in traffic.collectives_of(pipeline) if row.kind == "send")
     message = time.collective_seconds(send, pipeline, SLOW)
     native, megatron = (time.iteration(replace(pipeline, engine=engine), SLOW) for engine in ("native", "megatron"))
     assert megatron.communication - native.communication == pytest.approx(pipeline.micro_batches * message)
@@ -190,7 +190,7 @@ def test_a_sender_waits_in_megatrons_pipeline_alone():
 def test_gloos_gather_between_two_takes_longer_than_its_bytes():
     def seconds(ranks: int) -> float:
         job = replace(TWO_NODES, parallel=Parallel(data=ranks, devices_per_node=1))
-        row = traffic.Row("parameters", "data", "all-gather", 1, 1e6 * ranks / (ranks - 1), "first forward")
+        row = traffic.Collective("parameters", "data", "all-gather", 1, 1e6 * ranks / (ranks - 1), "first forward")
         return time.collective_seconds(row, job, replace(SLOW, between=Link(1e9, is_measured=True)), "gloo")
 
     assert (seconds(2), seconds(4)) == pytest.approx((1.5e-3, 1e-3))

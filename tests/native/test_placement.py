@@ -138,7 +138,7 @@ def test_the_native_engine_sends_these_collectives():
         dist.destroy_process_group()
     architecture = Architecture.of_arguments(vars(args), args.padded_vocab_size)
     job = Job(architecture, Parallel(tensor=2), 2, 8, precision="fp32", engine="native")
-    found = traffic.rows(job)
+    found = traffic.collectives_of(job)
     # The norm is reduced over the tensor group; without a pipeline that is the model's.
     assert {row.kind for row in found} == {"all-reduce"}
     assert dict(counter.seen) == {"allreduce_": [sum(r.count for r in found), sum(r.count * r.bytes for r in found)]}
@@ -174,7 +174,7 @@ def test_fsdp2_sends_these_collectives(monkeypatch: Patch, flags: list[str], sha
     parallel = Parallel(data=4, shards=shards)
     job = Job(architecture, parallel, 2, 16, fully_sharded=sharding, precision=precision, engine="native")
     predicted: dict[str, list[float]] = defaultdict(lambda: [0, 0])
-    for row in traffic.rows(job):
+    for row in traffic.collectives_of(job):
         predicted[KINDS[row.kind]][0] += row.count
         predicted[KINDS[row.kind]][1] += row.count * row.bytes
     assert dict(counter.seen) == dict(predicted)

@@ -61,7 +61,7 @@ include recomputation here, as in both tutorials. GiB are those of the fullest G
 
 
 @dataclass(frozen=True)
-class Claim:
+class PublishedFigure:
     """A published sentence, and what the model says of it."""
 
     published: str
@@ -121,14 +121,14 @@ def _same(predicted: bool, published: bool) -> str:
     return "yes" if predicted == published else "no"
 
 
-def claims() -> Iterator[Claim]:
+def published_figures() -> Iterator[PublishedFigure]:
     yield from _gpt3()
     yield from _zero2()
     yield from _without_model_parallelism()
     yield _slow_network()
 
 
-def _gpt3() -> Iterator[Claim]:
+def _gpt3() -> Iterator[PublishedFigure]:
     job = Job(
         PRESETS["gpt-175b"],
         Parallel(tensor=8, pipeline=16, data=8),
@@ -142,17 +142,17 @@ def _gpt3() -> Iterator[Claim]:
     seconds = found.time.total
     layout = "1,600 Gbit/s a node; micro-batch 1 and full recomputation as in its `examples/pretrain_gpt3_175B.sh`"
     what = "GPT-3 175B on 1,024 A100, TP 8 x PP 16, batch 1,536"
-    yield Claim(f"{what}: about 32 s an iteration", f"{seconds:.1f} s", _near(seconds, 32), layout)
+    yield PublishedFigure(f"{what}: about 32 s an iteration", f"{seconds:.1f} s", _near(seconds, 32), layout)
     rate = teraflops(found)
     share = rate * 1e12 / (found.machine.device.peak("fp16") or 1)
-    yield Claim(
+    yield PublishedFigure(
         "the same: 138 TFLOP/s a GPU, 44 % of the peak",
         f"{rate:.0f}, {share * 100:.0f} %",
         _near(rate, 138),
         "as above",
     )
     counted = hardware_flops(found.job) / 32 / found.job.parallel.world / 1e12
-    yield Claim(
+    yield PublishedFigure(
         "the same FLOPs: 138 TFLOP/s at 32 s",
         f"{counted:.1f} at 32 s",
         "yes" if abs(counted / 138 - 1) < 0.01 else "no",
@@ -160,24 +160,26 @@ def _gpt3() -> Iterator[Claim]:
     )
 
 
-def _zero2() -> Iterator[Claim]:
+def _zero2() -> Iterator[PublishedFigure]:
     hundred = PRESETS["gpt-100b"]
     model = "TP 16; 32 samples a replica, as in DeepSpeedExamples' `ds_zero2_pretrain_gpt2_model_parallel.sh`"
     found = _dgx2(hundred, 16, ZERO_GPUS, 32, zero=2)
     rate = teraflops(found)
-    yield Claim("ZeRO-2 trains 100B on 400 V100: over 38 TFLOP/s a GPU", f"{rate:.1f}", _near(rate, 38), model)
+    yield PublishedFigure(
+        "ZeRO-2 trains 100B on 400 V100: over 38 TFLOP/s a GPU", f"{rate:.1f}", _near(rate, 38), model
+    )
     total = rate * ZERO_GPUS / 1000
-    yield Claim("the same: over 15 PFLOP/s in all", f"{total:.1f}", _near(total, 15), "as above")
-    yield Claim("the same fits", _memory(found), _same(not found.shortage, True), "as above")
+    yield PublishedFigure("the same: over 15 PFLOP/s in all", f"{total:.1f}", _near(total, 15), "as above")
+    yield PublishedFigure("the same fits", _memory(found), _same(not found.shortage, True), "as above")
     largest = _fullest_batch(PRESETS["gpt-170b"], 16, ZERO_GPUS, zero=2)
     size = largest.job.micro_batch
     assumed = f"400 V100, TP 16, {size} samples a replica, the most that fit of 1, 2, 4, ..."
-    yield Claim("ZeRO-2 runs models of 170B", _memory(largest), _same(not largest.shortage, True), assumed)
+    yield PublishedFigure("ZeRO-2 runs models of 170B", _memory(largest), _same(not largest.shortage, True), assumed)
 
     zero1 = _fullest_batch(hundred, 16, ZERO_GPUS, zero=1)
     one_sample = _dgx2(hundred, 16, ZERO_GPUS, 1, zero=1)
     ratio = rate / teraflops(zero1)
-    yield Claim(
+    yield PublishedFigure(
         "ZeRO-2 is 5 times as fast as ZeRO-1",
         f"{ratio:.1f} times",
         "yes" if abs(ratio / 5 - 1) <= intervals.RATIO - 1 else "no",
@@ -189,7 +191,7 @@ def _zero2() -> Iterator[Claim]:
     alone = _fullest_batch(hundred, 64, 384, zero=0)
     one_sample = _dgx2(hundred, 64, 384, 1, zero=0)
     ratio = rate / teraflops(alone)
-    yield Claim(
+    yield PublishedFigure(
         "ZeRO-2 is 10 times as fast as Megatron-LM alone",
         f"{ratio:.1f} times",
         "yes" if abs(ratio / 10 - 1) <= intervals.RATIO - 1 else "no",
@@ -206,7 +208,7 @@ def _zero2() -> Iterator[Claim]:
     rates = [teraflops(one) for one in series]
     grows = [later > earlier for earlier, later in pairwise(rates)]
     fits = "yes" if all(grows) else "in part" if any(grows) else "no"
-    yield Claim(
+    yield PublishedFigure(
         "twice the GPUs train more than twice as fast with ZeRO-2",
         f"TFLOP/s a GPU: {', '.join(f'{one:.1f}' for one in rates)}",
         fits,
@@ -218,22 +220,24 @@ def _zero2() -> Iterator[Claim]:
     )
 
 
-def _without_model_parallelism() -> Iterator[Claim]:
+def _without_model_parallelism() -> Iterator[PublishedFigure]:
     assumed = "128 V100, one sample a GPU, full recomputation"
     thirteen = replace(PRESETS["gpt-13b"], decoder_length=1024, position_rows=1024)
     found = _dgx2(thirteen, 1, 128, 1, zero=2)
     published = "ZeRO-2 trains 13B without model parallelism"
-    yield Claim(published, _memory(found), _same(not found.shortage, True), f"{assumed}, length 1,024")
+    yield PublishedFigure(published, _memory(found), _same(not found.shortage, True), f"{assumed}, length 1,024")
     six = gpt(30, 4096, 32, 1024)
     found = _dgx2(six, 1, 128, 1, zero=1)
     size = f"{parameters(six) / 1e9:.1f}B as 30 layers of 4,096"
-    yield Claim("ZeRO-1 supports up to 6B", _memory(found), _same(not found.shortage, True), f"{size}; {assumed}")
+    yield PublishedFigure(
+        "ZeRO-1 supports up to 6B", _memory(found), _same(not found.shortage, True), f"{size}; {assumed}"
+    )
     found = _dgx2(thirteen, 1, 128, 1, zero=1)
-    yield Claim("the same: not 13B", _memory(found), _same(not found.shortage, False), assumed)
+    yield PublishedFigure("the same: not 13B", _memory(found), _same(not found.shortage, False), assumed)
     small = replace(PRESETS["gpt-1.5b"], decoder_layers=43)
     found = _dgx2(small, 1, 128, 1, zero=0)
     several = Job(small, Parallel(data=128), micro_batch=2, global_batch=256, precision="fp16", recompute="none")
-    yield Claim(
+    yield PublishedFigure(
         "PyTorch's DDP runs out of memory with 1.4B",
         _memory(found),
         _same(not found.shortage, False),
@@ -244,7 +248,7 @@ def _without_model_parallelism() -> Iterator[Claim]:
     )
 
 
-def _slow_network() -> Claim:
+def _slow_network() -> PublishedFigure:
     """GPT-2 1.5B on four nodes of four GPUs."""
     samples = 128
     model = gpt(48, 1600, 16, 1024)
@@ -270,7 +274,7 @@ def _slow_network() -> Claim:
     inside = fastest(4, zero=0) / zero2
     across = fastest(16, zero=0) / zero2
     fits = "in part" if inside < 4 < across else _near(inside, 4)
-    return Claim(
+    return PublishedFigure(
         "GPT-2 is nearly 4 times as fast with ZeRO as with model parallelism, on 4 nodes of 4 V100 16GB, 40 Gbit/s",
         f"{inside:.1f} times (TP 4), {across:.0f} times (TP 16)",
         fits,
@@ -297,7 +301,7 @@ def page() -> str:
         )
         for name, published in SIZES.items()
     ]
-    found = list(claims())
+    found = list(published_figures())
     rows = [(one.published, one.predicted, one.fits, one.assumed) for one in found]
     reasons = [f"- **{one.published}**: {one.why}\n" for one in found if one.fits != "yes"]
     return (

@@ -317,7 +317,7 @@ def predicted(job: Job, rank: int) -> Counter[Collective]:
     step = parallel.tensor * parallel.data  # to the same rank of the next stage
     groups = traffic.groups(parallel, job.architecture.cross_attention)
     found: Counter[Collective] = Counter()
-    for row in traffic.rows(job):
+    for row in traffic.collectives_of(job):
         if row.kind in ("send", "send back"):
             way = step if row.kind == "send" else -step
             before = (rank - way) % parallel.world

@@ -6,8 +6,8 @@ of constants, is written as the value that it has now. What is not in the tables
 line: nothing is guessed. runtime.js holds what JavaScript lacks: dictionaries with keys that compare by value,
 arithmetic on lists, negative indices, keyword arguments.
 
-A name `memory_of` of t5bench/costmodel/memory.py becomes `model$memory$memory_of`. Dataclasses and named tuples become
-classes whose constructor takes the fields in order. Methods that nothing names are left out.
+A name `memory_of` of t5bench/costmodel/memory.py becomes `costmodel$memory$memory_of`. Dataclasses and named tuples
+become classes whose constructor takes the fields in order. Methods that nothing names are left out.
 """
 
 import ast

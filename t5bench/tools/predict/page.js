@@ -77,7 +77,7 @@ let answer = null;
 function compute(wanted) {
   const [job, zeros, given, isLaunchable] = py.get(MODELS, wanted.model);
   const perNode = Math.min(wanted.perNode, wanted.gpus);
-  const machine = model$prediction$machine_of(py.get(DEVICES_BY_NAME, wanted.device), wanted.link, perNode);
+  const machine = costmodel$prediction$machine_of(py.get(DEVICES_BY_NAME, wanted.device), wanted.link, perNode);
   if (wanted.gpus % perNode) throw py.error("Problem", `${wanted.gpus} GPUs do not fill nodes of ${perNode}`);
   const space = new predict$layouts$Space(job, zeros, wanted.gpus, machine, wanted.batch, null, given, isLaunchable);
   return { wanted, candidates: space.ranked() };
@@ -199,7 +199,7 @@ function showOne(candidate) {
   fill(element("times"), ["seconds", ...parts.map(([name]) => name), "all"], [["", ...parts.map(([, value]) => short(value)), short(time.total)]]);
   const sent = candidate.node_bytes, busiest = Math.max(...sent);
   element("sent").textContent = busiest ? `The busiest node sends ${short(busiest / 1e6)} MB to others per iteration.` : "No bytes leave a node.";
-  const rows = model$traffic$rows(job).map((row) => [
+  const rows = costmodel$traffic$collectives_of(job).map((row) => [
     row.what, row.kind, row.group, String(row.stages.length), String(row.count), short(row.bytes / 1e6), row.when, row.overlap || "waits",
   ]);
   fill(element("collectives"), ["what", "kind", "group", "stages", "count", "MB each", "when", "hidden by"], rows);
@@ -218,8 +218,8 @@ async function copy(text) {
 function showSchedule(candidate) {
   const { job, machine } = candidate, stages = job.parallel.pipeline, all = job.micro_batches;
   const shown = Math.max(1, Math.min(all, Math.max(8, 2 * stages), Math.floor(2000 / stages)));
-  const passes = Array.from({ length: stages }, (_, stage) => model$time$stage_seconds(job, machine.device, stage));
-  const slots = model$schedule$one_f_one_b(passes.map(([forward]) => forward.seconds), passes.map(([, backward]) => backward.seconds), shown);
+  const passes = Array.from({ length: stages }, (_, stage) => costmodel$time$stage_seconds(job, machine.device, stage));
+  const slots = costmodel$schedule$one_f_one_b(passes.map(([forward]) => forward.seconds), passes.map(([, backward]) => backward.seconds), shown);
   const end = Math.max(...slots.map((slot) => slot.end)), left = 66, width = 900 - left, high = stages > 16 ? 8 : 20;
   const drawing = make("svg", { viewBox: `0 0 900 ${stages * (high + 4)}`, role: "img", "aria-label": `When each of ${stages} stages computes` });
   for (let stage = 0; stage < stages; stage += stages > 16 ? 8 : 1) {

@@ -14,7 +14,7 @@ from t5bench.costmodel.job import Architecture, FullySharded, Job, Parallel, Sof
 from t5bench.costmodel.machine import DEVICES, Machine
 from t5bench.costmodel.prediction import machine_of
 from t5bench.costmodel.presets import PRESETS
-from t5bench.costmodel.traffic import Row, rows
+from t5bench.costmodel.traffic import Collective, collectives_of
 from t5bench.plan.forecast import GIGABITS
 from t5bench.tools.predict import layouts
 from t5bench.tools.predict.command import SETTINGS_PRESETS, vocabulary_of
@@ -29,12 +29,12 @@ ROOTS = (
     layouts.losers,
     layouts.not_told_apart,
     machine_of,
-    rows,
+    collectives_of,
     schedule.one_f_one_b,
     time.stage_seconds,
 )
 # Classes whose objects the page gets as values.
-RECORDS = (Architecture, FullySharded, Job, Machine, Parallel, Row, Software, Zero)
+RECORDS = (Architecture, Collective, FullySharded, Job, Machine, Parallel, Software, Zero)
 # What page.js reads of them, besides fields.
 MEMBERS = (
     "components", "fits", "kind", "limit", "memory", "memory_bytes", "memory_interval", "mfu", "missing", "node_bytes",

@@ -7,7 +7,7 @@ import pytest
 
 from t5bench import __main__ as program
 from t5bench.costmodel import intervals
-from t5bench.costmodel.attained import SOURCES
+from t5bench.costmodel.achievable_rates import SOURCES
 from t5bench.costmodel.evidence.check import Comparison
 from t5bench.costmodel.evidence.intervals import KINDS, Judged, judged, of_published, quantile, sets
 from t5bench.costmodel.job import Architecture, Job, Parallel
@@ -37,7 +37,7 @@ def test_a_source_sets_or_judges_but_never_both(published: dict[str, Judged]):
 
 
 def test_what_sets_the_model_neither_sets_nor_judges_an_interval(published: dict[str, Judged]):
-    """The benchmarks of kernels in t5bench/costmodel/attained.py are not sources of published trainings."""
+    """The benchmarks of kernels in t5bench/costmodel/achievable_rates.py are not sources of published trainings."""
     for each in published.values():
         for source in (*each.setting, *each.judging):
             assert not any(name in source.lower() for name in SOURCES), source

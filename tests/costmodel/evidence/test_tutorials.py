@@ -5,7 +5,7 @@ from support import REPO_ROOT
 
 from t5bench.costmodel import traffic
 from t5bench.costmodel.evidence import tutorials
-from t5bench.costmodel.evidence.tutorials import Claim, claims
+from t5bench.costmodel.evidence.tutorials import PublishedFigure, published_figures
 from t5bench.costmodel.job import Job, Parallel, Zero
 from t5bench.costmodel.memory import layer_bytes, memory_of
 from t5bench.costmodel.parameters import parameters
@@ -13,8 +13,8 @@ from t5bench.costmodel.presets import PRESETS, SOURCES
 
 
 @pytest.fixture(scope="module")
-def all_claims() -> list[Claim]:
-    return list(claims())
+def all_figures() -> list[PublishedFigure]:
+    return list(published_figures())
 
 
 def test_the_page_is_what_the_command_prints():
@@ -28,14 +28,14 @@ def test_every_preset_has_a_source_and_the_published_size():
         assert parameters(PRESETS[name]) / 1e9 == pytest.approx(billions, rel=0.05), name
 
 
-def test_what_does_not_fit_has_a_reason(all_claims: list[Claim]):
-    assert {claim.fits for claim in all_claims} == {"yes", "no", "in part"}
-    assert all(claim.why for claim in all_claims if claim.fits != "yes")
+def test_what_does_not_fit_has_a_reason(all_figures: list[PublishedFigure]):
+    assert {figure.fits for figure in all_figures} == {"yes", "no", "in part"}
+    assert all(figure.why for figure in all_figures if figure.fits != "yes")
 
 
-def test_gpt3s_iteration_is_within_a_tenth(all_claims: list[Claim]):
-    (claim,) = (one for one in all_claims if one.published.endswith("about 32 s an iteration"))
-    assert float(claim.predicted.removesuffix(" s")) == pytest.approx(32, rel=0.1)
+def test_gpt3s_iteration_is_within_a_tenth(all_figures: list[PublishedFigure]):
+    (figure,) = (one for one in all_figures if one.published.endswith("about 32 s an iteration"))
+    assert float(figure.predicted.removesuffix(" s")) == pytest.approx(32, rel=0.1)
 
 
 def test_a_figure_that_is_far_off_does_not_fit():
@@ -52,6 +52,6 @@ def test_partitioned_inputs_of_recomputation():
     assert layer_bytes(partitioned, decoder=True) * 16 == inputs == 32 * 1024 * 8192 * 2
     saved = memory_of(whole).peak - memory_of(partitioned).peak
     assert saved == pytest.approx((125 * 15 / 16 - 1) * inputs)
-    (gather,) = set(traffic.rows(partitioned)) - set(traffic.rows(whole))
+    (gather,) = set(traffic.collectives_of(partitioned)) - set(traffic.collectives_of(whole))
     assert (gather.kind, gather.group, gather.count, gather.when) == ("all-gather", "tensor", 125, "each backward")
     assert gather.bytes == inputs

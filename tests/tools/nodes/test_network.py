@@ -69,7 +69,7 @@ def test_a_slow_network_slows_strategies_that_send_more(cluster: Cluster, sample
         for run in runs:
             row = rows[run.plan.strategy.name]
             job = Job.of_plan(run.plan, run.padded_vocab_size)
-            predicted = max(traffic.node_bytes(job, traffic.rows(job), "gloo"))
+            predicted = max(traffic.node_bytes(job, traffic.collectives_of(job), "gloo"))
             if int(settings["TRAIN_ITERS"]) >= ITERATIONS_TO_COUNT_BYTES:
                 assert row.sent_per_iteration == pytest.approx(predicted, rel=0.2)
             on_the_wire.append(predicted * 8 / megabits / 1000)

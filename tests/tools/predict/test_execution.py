@@ -52,7 +52,7 @@ def test_sequence_parallelism_sends_and_keeps_what_the_model_says(sizes: tuple[i
     found = executed.compare("sequence", job, rank=parallel.world - 1)
     assert found.differences == []
     assert abs(found.memory_error) < executed.MOST_MEMORY_ERROR, found
-    kinds = {row.kind for row in traffic.rows(job) if row.what.endswith("blocks")}
+    kinds = {row.kind for row in traffic.collectives_of(job) if row.what.endswith("blocks")}
     assert kinds == {"all-gather", "reduce-scatter"}
 
 
@@ -73,7 +73,7 @@ def test_zero_that_reduces_once_sends_the_gradients_of_one_micro_batch(stage: in
     for reduces_once in (False, True):
         parallel = Parallel(data=4)
         job = replace(PLAIN, parallel=parallel, global_batch=2 * 4 * 8, zero=Zero(stage, reduce_once=reduces_once))
-        gradients = [row for row in traffic.rows(job) if row.what == "gradients"]
+        gradients = [row for row in traffic.collectives_of(job) if row.what == "gradients"]
         predicted = sum(row.count * row.bytes for row in gradients)
         with multiprocessing.get_context("fork").Pool(1) as pool:
             executed_step = pool.apply(execution.execute, (job, 1))
@@ -87,7 +87,7 @@ def test_zero_that_reduces_once_sends_the_gradients_of_one_micro_batch(stage: in
 
 def test_a_difference_names_the_collective(monkeypatch: pytest.MonkeyPatch):
     job = job_of("pipeline")
-    rows = traffic.rows(job)
+    rows = traffic.collectives_of(job)
     collectives = execution.predicted(job, 0)
     monkeypatch.setattr(traffic, "rows", lambda _: [row for row in rows if row.group != "position"])
     seen = execution.Execution(rank=0, collectives=collectives, allocated=1, peak=1)

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from predict import random_jobs
+from tools.predict import random_jobs
 
 from t5bench import __main__ as program
 from t5bench.costmodel.prediction import Prediction

@@ -230,7 +230,7 @@ def test_a_gpt_runs_in_deepspeeds_pipeline():
         " PIPELINE_PARALLEL_SIZE=2 RECOMPUTE=full bash scripts/run_megatron_t5_3d.sh <master-host> <node-rank>"
     )
     assert Candidate(job, on).start.endswith("scripts/run_megatron_t5_3d.sh")
-    assert {row.what: row.bytes for row in traffic.rows(job)}["tied embedding"] == 2 * 50304 // 2 * 1024
+    assert {row.what: row.bytes for row in traffic.collectives_of(job)}["tied embedding"] == 2 * 50304 // 2 * 1024
     none, some, full = (Candidate(replace(job, recompute=way), on) for way in ("none", "selective", "full"))
     assert none.memory.peak > some.memory.peak > full.memory.peak
     assert none.time.total < some.time.total < full.time.total

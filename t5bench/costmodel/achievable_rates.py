@@ -19,7 +19,7 @@ START = 6.5e-6
 
 
 @dataclass(frozen=True)
-class Attained:
+class AchievableRates:
     products: float
     """The share of the peak that a training's products reach in bf16, fp16, TF32 and fp32."""
     fp8: float
@@ -38,15 +38,15 @@ class Attained:
 # For the others no benchmark of products as large as a training's was found, so they have a round figure. What a CPU
 # attains is measured by the run that calibrates it.
 BY_FAMILY = {
-    "volta": Attained(0.70, 0.70),
-    "turing": Attained(0.70, 0.70),
-    "ampere": Attained(0.72, 0.72),
-    "ampere-sxm": Attained(0.77, 0.77),
-    "ada": Attained(0.70, 0.70),
-    "hopper": Attained(0.70, 0.63),
-    "geforce-blackwell": Attained(0.70, 0.70),
-    "blackwell": Attained(0.485, 0.55),
-    "cdna2": Attained(0.70, 0.70),
-    "cdna3": Attained(0.47, 0.44),
-    "cpu": Attained(0.70, 0.70, start=0.0),
+    "volta": AchievableRates(0.70, 0.70),
+    "turing": AchievableRates(0.70, 0.70),
+    "ampere": AchievableRates(0.72, 0.72),
+    "ampere-sxm": AchievableRates(0.77, 0.77),
+    "ada": AchievableRates(0.70, 0.70),
+    "hopper": AchievableRates(0.70, 0.63),
+    "geforce-blackwell": AchievableRates(0.70, 0.70),
+    "blackwell": AchievableRates(0.485, 0.55),
+    "cdna2": AchievableRates(0.70, 0.70),
+    "cdna3": AchievableRates(0.47, 0.44),
+    "cpu": AchievableRates(0.70, 0.70, start=0.0),
 }
