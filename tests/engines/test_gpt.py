@@ -5,8 +5,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from convert.convert_commands import check_logits
 from real_runs import EXACT, finish, start, train
+from tools.convert.convert_commands import check_logits
 
 from t5bench.__main__ import main
 from t5bench.record.checkpoints import TRACKER

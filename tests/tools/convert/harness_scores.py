@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from convert.gpt_scores import command, make_gpt
+from tools.convert.gpt_scores import command, make_gpt
 
 TEXTS = ["The man walks in the park", "She said that the house was on fire", "A dog runs along the river"]
 TASK = """\

@@ -16,7 +16,7 @@ os.environ |= {"USE_TORCH": "1", "HF_HUB_OFFLINE": "1"}
 
 import torch
 import transformers
-from convert.gpt_scores import make_gpt
+from tools.convert.gpt_scores import make_gpt
 
 from t5bench import REPOSITORY
 from t5bench.__main__ import main

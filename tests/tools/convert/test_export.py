@@ -7,9 +7,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from convert.convert_commands import FP32_ROUNDING, MISTAKE, check_logits, script, t5bench
 from real_runs import EXACT, environment, train
 from support import NATIVE_STRATEGIES, REPO_ROOT, STRATEGIES
+from tools.convert.convert_commands import FP32_ROUNDING, MISTAKE, check_logits, script, t5bench
 
 from t5bench import Problem
 from t5bench.tools.convert.export import check_shard_size

@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from convert.convert_commands import script, t5bench
+from tools.convert.convert_commands import script, t5bench
 
 from t5bench import Problem
 from t5bench.record.records import load

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from convert.convert_commands import FP32_ROUNDING, script
+from tools.convert.convert_commands import FP32_ROUNDING, script
 
 
 @pytest.mark.long
