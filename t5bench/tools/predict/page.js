@@ -79,7 +79,7 @@ function compute(wanted) {
   const perNode = Math.min(wanted.perNode, wanted.gpus);
   const machine = costmodel$prediction$machine_of(py.get(DEVICES_BY_NAME, wanted.device), wanted.link, perNode);
   if (wanted.gpus % perNode) throw py.error("Problem", `${wanted.gpus} GPUs do not fill nodes of ${perNode}`);
-  const space = new predict$layouts$Space(job, zeros, wanted.gpus, machine, wanted.batch, null, given, isLaunchable);
+  const space = new tools$predict$layouts$Space(job, zeros, wanted.gpus, machine, wanted.batch, null, given, isLaunchable);
   return { wanted, candidates: space.ranked() };
 }
 
@@ -111,11 +111,11 @@ function update() {
 function show() {
   const { wanted, candidates } = answer;
   const fitting = candidates.filter((candidate) => candidate.fits);
-  const front = new Set(predict$layouts$pareto(candidates));
+  const front = new Set(tools$predict$layouts$pareto(candidates));
   const [best] = fitting;
   element("verdict").textContent = `${wanted.gpus} x ${wanted.device}: ${fitting.length} of ${candidates.length} layouts fit. `
     + `The fastest is ${best.title}: ${short(best.seconds)} s per iteration.`;
-  element("ranking-note").textContent = `${predict$layouts$not_told_apart(candidates)} ` + "* is on the Pareto front: no other layout is better in both memory and time. Choose a row for details.";
+  element("ranking-note").textContent = `${tools$predict$layouts$not_told_apart(candidates)} ` + "* is on the Pareto front: no other layout is better in both memory and time. Choose a row for details.";
   const heads = ["layout", "s/iteration", "90 %", "samples/s", "TFLOP/s", "MFU", "GiB", "limited by", "front", "can run"];
   const rows = fitting.slice(0, TOP);
   const startable = fitting.find((candidate) => candidate.start);
@@ -130,7 +130,7 @@ function show() {
       short(candidate.memory_bytes / GIB), candidate.limit, front.has(candidate) ? "*" : "", candidate.missing || "yes",
     ];
   }));
-  const reasons = [...predict$layouts$losers(candidates)];
+  const reasons = [...tools$predict$layouts$losers(candidates)];
   element("losers").replaceChildren(...reasons.map(([kind, reason]) => make("li", {}, make("strong", {}, kind), `: ${reason}`)));
   if (!reasons.length) element("losers").append(make("li", {}, "There is no other kind of layout."));
   showMemory(bestOfKinds(candidates));
