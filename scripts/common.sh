@@ -7,19 +7,9 @@ if ((BASH_VERSINFO[0] < 4 || (BASH_VERSINFO[0] == 4 && BASH_VERSINFO[1] < 4))); 
   exit 2
 fi
 
-# Functions and options that the environment exports are for other scripts. With monitor, which bash -i sets too, each
-# command would lead a process group, and setsid in run_to_end would fork.
-mapfile -t exported < <(declare -Fx)
-unset -f "${exported[@]#declare -fx }"
-unset exported
-shopt -u nullglob failglob dotglob nocaseglob nocasematch xpg_echo
-set +o noclobber +o noglob +o monitor +o posix +o allexport +o keyword
+# The environment may export functions (cd), options (SHELLOPTS) and CDPATH to every bash; with -p, bash takes none of them.
+[[ -o privileged ]] || exec bash "-p${-//[!vx]/}" -- "$0" "$@"
 
-# A standard stream that is closed would become the next file that is opened.
-{ : 3<&0; } 2>/dev/null || exec </dev/null
-{ : 3>&1; } 2>/dev/null || exec >/dev/null
-{ : 3>&2; } || exec 2>/dev/null
-unset CDPATH FUNCNEST TMOUT GLOBIGNORE EXECIGNORE
 REPO_ROOT=$(cd -- "${BASH_SOURCE[0]%/*}/.." && pwd -P)
 # One Python plans, trains and records, also in what this script starts.
 export PYTHON=${PYTHON:-python3}
@@ -29,37 +19,13 @@ export PYTHON=${PYTHON:-python3}
 FAMILY_PREFIX=${MODEL_FAMILY:-t5}-
 # shellcheck disable=SC2034 # read by the scripts that source this file
 FAMILY_PREFIX=${FAMILY_PREFIX#t5-}
-# Python's own switches, such as PYTHONINSPECT, would change the programs here too. The plan names them.
-remove_python_switches() {
-  local name
-  for name in "${!PYTHON@}"; do
-    case ${name#PYTHON} in
-      '' | PATH | HOME | UNBUFFERED | HASHSEED | DONTWRITEBYTECODE | PYCACHEPREFIX | NOUSERSITE | USERBASE | UTF8 | IOENCODING | FAULTHANDLER | SAFEPATH | MALLOC | COERCECLOCALE) ;;
-      *) T5_REMOVED_ENVIRONMENT+=" $name" && unset "$name" ;;
-    esac
-  done
-}
-remove_python_switches
-[[ -z ${T5_REMOVED_ENVIRONMENT:-} ]] || export T5_REMOVED_ENVIRONMENT
 # The engines and the programs of this repository import its packages from here, not from another checkout.
 [[ ${PYTHONPATH:-}: == "$REPO_ROOT":* ]] || export PYTHONPATH=$REPO_ROOT${PYTHONPATH:+:$PYTHONPATH}
 
 # ---- messages ------------------------------------------------------------------------------------------------------
 
-# A terminal that is gone or a log on a full disk ends no run. Control characters of arguments steer no terminal: those of
-# ASCII, then in UTF-8 C1 and what hides or reverses text, as t5bench/text.py has them.
-note() {
-  local LC_ALL=C text=$*
-  text=${text//[$'\001'-$'\010'$'\013'-$'\037'$'\177']/?}
-  text=${text//$'\302'[$'\200'-$'\237'$'\255']/?}
-  text=${text//$'\330\234'/?}
-  text=${text//$'\342\200'[$'\213'-$'\217'$'\250'-$'\256']/?}
-  text=${text//$'\342\201'[$'\240'-$'\257']/?}
-  text=${text//$'\357\273\277'/?}
-  text=${text//$'\357\277'[$'\271'-$'\273']/?}
-  text=${text//$'\363\240'[$'\200'-$'\201']?/?}
-  printf '%s\n' "$text" >&2 || true
-}
+# A terminal that is gone or a log on a full disk ends no run. Control characters of arguments steer no terminal.
+note() { printf '%s\n' "${*//[![:print:]$'\t\n']/?}" >&2 || true; }
 
 # die WHAT-IS-WRONG [WHAT-TO-DO]: exit status 2 says that nothing expensive has started and nothing was changed.
 die() {
@@ -186,16 +152,7 @@ parse_arguments() {
 }
 
 require_python() {
-  local name variables=() said
   command -v "$PYTHON" >/dev/null || die "'$PYTHON' is not on PATH" "Activate the Python environment that has torch, or set PYTHON to its interpreter"
-  for name in "${!PYTHON@}"; do
-    [[ $name == PYTHON || $name == PYTHONPATH ]] || variables+=("$name")
-  done
-  # Of a value that it does not know, Python says so in its own words, or in fifty lines.
-  if ((${#variables[@]})) && ! said=$("$PYTHON" -S -c '' 2>&1); then
-    said=${said#*Fatal Python error: }
-    die "Python does not start in this environment: ${said%%$'\n'*}" "Correct or unset what is wrong of: ${variables[*]}"
-  fi
 }
 
 # python_module NAME ARGUMENT...: runs in the repository, because Python looks for modules in the current directory first,

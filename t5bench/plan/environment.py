@@ -39,26 +39,8 @@ RULES = (
     Rule("WANDB_SWEEP_ID", "remove", "W&B would count the run as part of one of its sweeps"),
     Rule("WANDB_SERVICE", "remove", "it belongs to another process"),
     Rule("WANDB_DISABLED", "remove", "WANDB_MODE says whether a run is logged"),
-    # A Python that waits for commands at its end, prints on every import, drops assertions, or ends at a warning.
-    # scripts/common.sh removes these, for the programs of this repository too.
-    Rule("PYTHONINSPECT", "remove", "Python would wait for commands at the end"),
+    Rule("PYTHON_EXEC", "remove", "torchrun would start the workers with another Python"),
     Rule("PYTHONOPTIMIZE", "remove", "the engines' assertions would be off"),
-    Rule("PYTHONWARNINGS", "remove", "a warning could end the run"),
-    Rule("PYTHONVERBOSE", "remove", "Python would print on every import"),
-    Rule("PYTHONPROFILEIMPORTTIME", "remove", "Python would print on every import"),
-    Rule("PYTHONDEVMODE", "remove", "it slows the run"),
-    Rule("PYTHONTRACEMALLOC", "remove", "it slows the run"),
-    Rule(
-        "PYTHONMALLOC",
-        "warn",
-        "each allocation of Python is checked",
-        ("", "DEFAULT", "MALLOC", "PYMALLOC", "MIMALLOC"),
-    ),
-    # Bash: options and code that a script inherits.
-    Rule("BASHOPTS", "remove", "scripts would run with other options"),
-    Rule("SHELLOPTS", "remove", "scripts would run with other options"),
-    Rule("BASH_ENV", "remove", "scripts would run other code first"),
-    Rule("BASH_FUNC_*", "remove", "an exported function would replace a command"),
     # DeepSpeed and this project: what the plan sets.
     Rule("DS_ACCELERATOR", "remove", "DEVICE sets the accelerator"),
     Rule("T5_PROFILE", "remove", "PROFILE_ITERATION profiles an iteration"),
@@ -80,8 +62,8 @@ RULES = (
     Rule("TORCH_COMPILE_DISABLE", "warn", "compiled code runs one operator at a time"),
     Rule("PYTORCH_JIT", "warn", "the engine's fused functions run one operator at a time", ("", "1")),
 )
-# Removed in every run, or the shell's own: a note would only distract.
-SILENT = ("T5_RUN_SECRET", "DS_ACCELERATOR", "T5_PROFILE", "BASHOPTS", "SHELLOPTS")
+# Removed in every run: a note would only distract.
+SILENT = ("T5_RUN_SECRET", "DS_ACCELERATOR", "T5_PROFILE")
 
 
 def rule_for(name: str) -> Rule | None:
@@ -95,10 +77,8 @@ def rule_for(name: str) -> Rule | None:
 def child_environment(draft: Draft, added: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
     """What is added to the user's environment, and the names that are removed from it, which a note tells."""
     removed: dict[str, Rule] = {}
-    # What scripts/common.sh has removed already, because it would change this program too.
-    earlier = [name for name in draft.environ.get("T5_REMOVED_ENVIRONMENT", "").split() if name.startswith("PYTHON")]
-    for name in sorted({*draft.environ, *earlier}):
-        rule = rule_for(name) or (Rule(name, "remove", "Python would behave differently") if name in earlier else None)
+    for name in sorted(draft.environ):
+        rule = rule_for(name)
         if not rule or name in added:
             continue
         value = draft.environ.get(name, "")

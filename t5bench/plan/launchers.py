@@ -42,7 +42,7 @@ def declarations(family: str = "") -> list[Strategy]:
 def all_declarations() -> tuple[Strategy, ...]:
     """Every launcher's declaration, in the order of their ports."""
     paths = sorted(set(launcher("").parent.glob(launcher("*").name)) - {launcher(EVERYTHING)})
-    command = ["bash", "-c", _READ_DECLARATIONS, "bash", *map(str, paths)]
+    command = ["bash", "-p", "-c", _READ_DECLARATIONS, "bash", *map(str, paths)]
     result = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     strategies = [declaration(line) for line in result.stdout.splitlines()]
     return tuple(sorted(strategies, key=lambda strategy: strategy.port))
@@ -79,7 +79,8 @@ def with_slurm_hosts(environ: Mapping[str, str]) -> dict[str, str]:
     if environ.get("HOSTS") or not (environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST")):
         return dict(environ)
     script = f"source '{REPOSITORY}/scripts/common.sh' && slurm_hosts"
-    result = subprocess.run(["bash", "-c", script], env=dict(environ), stdout=subprocess.PIPE, text=True, check=False)
+    command = ["bash", "-p", "-c", script]
+    result = subprocess.run(command, env=dict(environ), stdout=subprocess.PIPE, text=True, check=False)
     return {**environ, "HOSTS": " ".join(result.stdout.split())}
 
 
