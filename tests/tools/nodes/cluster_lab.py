@@ -30,7 +30,7 @@ SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 # How the processes of a run are told on a node, by their command lines.
 PROCESSES = {
-    "launcher": r"^bash scripts/run_megatron_t5_",
+    "launcher": r"^bash -p -- scripts/run_megatron_t5_",
     "recorder": r" -m t5bench record ",
     "torchrun": r"/torchrun --nnodes|torch\.distributed\.run --nnodes",
     "worker": r"^(?!.*torchrun).* -u .*pretrain_t5\.py",
