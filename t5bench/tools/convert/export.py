@@ -17,10 +17,10 @@ import torch
 from t5bench import Problem
 from t5bench.imports import import_transformers
 from t5bench.tools.convert.card import model_card
+from t5bench.tools.convert.parameter_map import EngineParameter, configuration, parameter_map
 from t5bench.tools.convert.shards import HEAD, Weights
 from t5bench.tools.convert.tokenizer import tokenizer_of
 from t5bench.tools.convert.trained import TrainedModel
-from t5bench.tools.convert.twins import Twin, configuration, twins
 
 CLASSES = {"gpt": "GPT2LMHeadModel", "t5": "BlenderbotForConditionalGeneration"}
 SUMMARY = "training.json"  # what the export was made from, for programs; README.md says it to people
@@ -51,7 +51,7 @@ def export(model: TrainedModel, output: Path, tokenizer_directory: Path, max_sha
     if output.exists():
         raise Problem(f"{output} exists", "Remove it, or name another directory")
     family = model.architecture.family
-    pairs = twins(model.architecture)
+    pairs = parameter_map(model.architecture)
     weights = model.weights
     tokenizer = tokenizer_of(tokenizer_directory, family)
     words = model.architecture.padded_vocabulary
@@ -104,9 +104,9 @@ def expected_shapes(model_class: Any, config: Any) -> dict[str, torch.Size]:
     return shapes
 
 
-def check_complete(pairs: Mapping[str, Twin], shapes: Mapping[str, torch.Size], weights: Weights) -> None:
-    """Every parameter on both sides has its twin."""
-    sources = {twin.source for twin in pairs.values()}
+def check_complete(pairs: Mapping[str, EngineParameter], shapes: Mapping[str, torch.Size], weights: Weights) -> None:
+    """Every parameter on both sides has its counterpart."""
+    sources = {parameter.source for parameter in pairs.values()}
     problems = [
         ("Transformers' model needs", shapes.keys() - pairs.keys()),
         ("Transformers' model does not know", pairs.keys() - shapes.keys()),
@@ -120,7 +120,7 @@ def check_complete(pairs: Mapping[str, Twin], shapes: Mapping[str, torch.Size], 
 
 def write_weights(
     directory: Path,
-    pairs: Mapping[str, Twin],
+    pairs: Mapping[str, EngineParameter],
     shapes: Mapping[str, torch.Size],
     weights: Weights,
     dtype: torch.dtype,
@@ -141,15 +141,15 @@ def write_weights(
 
 def converted(
     names: Iterable[str],
-    pairs: Mapping[str, Twin],
+    pairs: Mapping[str, EngineParameter],
     shapes: Mapping[str, torch.Size],
     weights: Weights,
     dtype: torch.dtype,
 ) -> Iterable[tuple[str, torch.Tensor]]:
     """These parameters under their names in Transformers, each a tensor of its own."""
     for name in names:
-        twin = pairs[name]
-        value = twin.view(weights[twin.source])
+        parameter = pairs[name]
+        value = parameter.view(weights[parameter.source])
         copy = torch.empty(shapes[name], dtype=dtype)
         copy.copy_(value.reshape(shapes[name]))
         yield name, copy

@@ -20,11 +20,11 @@ from t5bench import Problem, note
 from t5bench.costmodel.job import Architecture
 from t5bench.imports import import_transformers
 from t5bench.tools.convert.export import CLASSES, SUMMARY, expected_shapes
+from t5bench.tools.convert.parameter_map import HEAD_BIAS, LAYERNORM_EPSILON, EngineParameter, parameter_map
 from t5bench.tools.convert.reshape import write
-from t5bench.tools.convert.shards import HEAD, WORDS, Cut
+from t5bench.tools.convert.shards import HEAD, WORDS, Sharding
 from t5bench.tools.convert.tokenizer import tokenizer_of
 from t5bench.tools.convert.trained import DTYPES
-from t5bench.tools.convert.twins import HEAD_BIAS, LAYERNORM_EPSILON, Twin, twins
 
 MULTIPLE = 128  # the launchers pad a vocabulary to a multiple of this in every layout
 NEVER = -1e4  # the output bias of rows that no token has
@@ -52,13 +52,13 @@ def run(arguments: argparse.Namespace) -> int:
     config = read_config(source)
     architecture = architecture_of(config)
     args = engine_arguments(architecture, config, DTYPES[arguments.precision], source)
-    cut = Cut.of(args, arguments.tp, arguments.pp)
+    sharding = Sharding.of(args, arguments.tp, arguments.pp)
     check_vocabulary(source, architecture, config.vocab_size)
     weights = ImportedWeights(source, config, architecture, DTYPES[arguments.precision])
     head = {"args": args, "iteration": 0, "tokens": 0, "checkpoint_version": 3.0}
-    write(head, weights, arguments.run / "checkpoints", cut)
-    print(f"{arguments.run}: {config.architectures[0]} for TP {cut.tp} and PP {cut.pp}. To finetune it:")
-    print(f"  {command(architecture, cut, source, arguments)}")
+    write(head, weights, arguments.run / "checkpoints", sharding)
+    print(f"{arguments.run}: {config.architectures[0]} for TP {sharding.tp} and PP {sharding.pp}. To finetune it:")
+    print(f"  {command(architecture, sharding, source, arguments)}")
     if (source / SUMMARY).is_file():
         print("On the data of the run that it was exported from, leave out TOKENIZER_MODEL.")
     if config.activation_function == "gelu_new":
@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def command(architecture: Architecture, cut: Cut, source: Path, arguments: argparse.Namespace) -> str:
+def command(architecture: Architecture, sharding: Sharding, source: Path, arguments: argparse.Namespace) -> str:
     """A launcher with the settings of this model."""
     precision = "" if arguments.precision == "fp32" else f"--{arguments.precision}"
     settings = f"MODEL_FAMILY={architecture.family} TOKENIZER_MODEL={shlex.quote(str(source))}"
@@ -81,7 +81,7 @@ def command(architecture: Architecture, cut: Cut, source: Path, arguments: argpa
         settings += f" NUM_LAYERS={architecture.layers} SEQ_LENGTH={architecture.position_rows}"
     settings += f" OUTPUT_DIR={shlex.quote(f'{arguments.run}-finetuned')}"
     strategy = {(False, False): "ddp", (True, False): "tensor", (False, True): "pipeline", (True, True): "hybrid"}
-    name = strategy[cut.tp > 1, cut.pp > 1]
+    name = strategy[sharding.tp > 1, sharding.pp > 1]
     load = shlex.quote(str(arguments.run / "checkpoints"))
     return f"{settings} bash scripts/run_megatron_t5_{name}.sh -- --finetune --load {load}"
 
@@ -206,15 +206,15 @@ class ImportedWeights(Mapping[str, Tensor]):
         self._rows = architecture.padded_vocabulary
         self._dtype = dtype
         self._files = weight_files(source)
-        self._parts: dict[str, list[tuple[str, Twin]]] = {}
+        self._parts: dict[str, list[tuple[str, EngineParameter]]] = {}
         self._names: dict[str, str] = {}  # in the files, by the names in Transformers' class
-        for name, twin in twins(architecture).items():
+        for name, parameter in parameter_map(architecture).items():
             # GPT-2's own files have these names without the prefix.
             stored = name if name in self._files else name.removeprefix("transformer.")
             if stored not in self._files:
                 raise Problem(f"the files in {source} lack {name}", "Save the model again with save_pretrained")
             self._names[name] = stored
-            self._parts.setdefault(twin.source, []).append((stored, twin))
+            self._parts.setdefault(parameter.source, []).append((stored, parameter))
         self._check_files(source, config, architecture)
         if architecture.family == "t5":
             self._check_positions(source)
@@ -252,15 +252,15 @@ class ImportedWeights(Mapping[str, Tensor]):
             return file.get_slice(stored).get_shape()
 
     def __getitem__(self, name: str) -> Tensor:
-        parts = [(self._read(stored), twin) for stored, twin in self._parts[WORDS if name == HEAD else name]]
-        first, twin = parts[0]
-        if len(parts) == 1 or twin.source.endswith("position_embeddings.weight"):
-            whole = twin.view(first)  # these views are their own inverses
+        parts = [(self._read(stored), parameter) for stored, parameter in self._parts[WORDS if name == HEAD else name]]
+        first, parameter = parts[0]
+        if len(parts) == 1 or parameter.source.endswith("position_embeddings.weight"):
+            whole = parameter.view(first)  # these views are their own inverses
         else:
             shape = (sum(len(part) for part, _ in parts), *first.shape[1:])
             whole = torch.empty(shape, dtype=first.dtype)
-            for part, twin in parts:
-                view = twin.view(whole)
+            for part, parameter in parts:
+                view = parameter.view(whole)
                 view.copy_(part.reshape(view.shape))
         if name == HEAD_BIAS:
             return padded(whole.flatten(), self._rows, NEVER).to(self._dtype)

@@ -23,7 +23,7 @@ from t5bench import Problem
 from t5bench.record.checkpoints import RESHAPED_FROM, TRACKER, WEIGHTS_ONLY
 from t5bench.record.files import write_whole
 from t5bench.tools.convert.checkpoint_file import Absent
-from t5bench.tools.convert.shards import Cut, Weights
+from t5bench.tools.convert.shards import Sharding, Weights
 from t5bench.tools.convert.trained import IMPORTED, TrainedModel
 from t5bench.tools.convert.training_state import KINDS, MASTER, MASTERS, TrainingState, masters_of, optimizer_of
 
@@ -45,14 +45,14 @@ def run(arguments: argparse.Namespace) -> int:
     if output.exists():
         raise Problem(f"{output} exists", "Remove it, or name another --output")
     model = TrainedModel.of_run(arguments.run, arguments.iteration)
-    cut = Cut.of(model.args, tp, pp)
+    sharding = Sharding.of(model.args, tp, pp)
     state, reason = training_state(model)
     if model.engine == "native":
         if not state:
             raise Problem(f"{arguments.run} cannot be reshaped: {reason}", "Name the run that was trained")
-        write_native(model, state, output / "checkpoints", cut)
+        write_native(model, state, output / "checkpoints", sharding)
     else:
-        write(model.head, model.weights, output / "checkpoints", cut, state)
+        write(model.head, model.weights, output / "checkpoints", sharding, state)
     print(f"{output}: iteration {model.iteration} of {arguments.run} for TP {tp} and PP {pp}")
     if state:
         keep_record(arguments.run, output)
@@ -86,43 +86,45 @@ def keep_record(run: Path, output: Path) -> None:
 
 
 def write(
-    head: Mapping[str, Any], whole: Weights, directory: Path, cut: Cut, state: TrainingState | None = None
+    head: Mapping[str, Any], whole: Weights, directory: Path, sharding: Sharding, state: TrainingState | None = None
 ) -> None:
     """Megatron's checkpoint. head: what its file has besides weights, its arguments and its iteration among it."""
     left_out = (torch.Tensor, Absent)  # a mask, and objects of the engine's
     args = Namespace(**{name: value for name, value in vars(head["args"]).items() if not isinstance(value, left_out)})
-    args.make_vocab_size_divisible_by = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size // cut.tp
-    args.tensor_model_parallel_size = cut.tp
-    args.pipeline_model_parallel_size = cut.pp
+    args.make_vocab_size_divisible_by = (
+        args.make_vocab_size_divisible_by * args.tensor_model_parallel_size // sharding.tp
+    )
+    args.tensor_model_parallel_size = sharding.tp
+    args.pipeline_model_parallel_size = sharding.pp
     args.deepspeed = False
     kept = {name: head[name] for name in ("checkpoint_version", "iteration", "tokens")} | {"args": args}
     name = f"iter_{kept['iteration']:07d}" if kept["iteration"] else IMPORTED
-    for rank in range(cut.tp):
-        for stage in range(cut.pp):
-            content = {**kept, "model": nested(part_of(whole, cut, rank, stage))}
+    for rank in range(sharding.tp):
+        for stage in range(sharding.pp):
+            content = {**kept, "model": nested(part_of(whole, sharding, rank, stage))}
             if state:
-                values = {kind: part_of(state.values[kind], cut, rank, stage) for kind in KINDS}
+                values = {kind: part_of(state.values[kind], sharding, rank, stage) for kind in KINDS}
                 content["optimizer"] = megatron_optimizer(values, state, args)
                 content["opt_param_scheduler"] = head.get("opt_param_scheduler") or head["lr_scheduler"]
                 content["rng_state"] = [random_states(head, args.seed + kept["iteration"], rank, stage)]
-            save_part(content, directory / name, cut, rank, stage)
+            save_part(content, directory / name, sharding, rank, stage)
     if not state:
         (directory / WEIGHTS_ONLY).touch()
     write_whole(directory / TRACKER, str(kept["iteration"] or IMPORTED))
 
 
-def write_native(model: TrainedModel, state: TrainingState, directory: Path, cut: Cut) -> None:
+def write_native(model: TrainedModel, state: TrainingState, directory: Path, sharding: Sharding) -> None:
     """The native engine's checkpoint: its weights are the fp32 masters, and are registered in another order."""
-    for rank in range(cut.tp):
-        for stage in range(cut.pp):
-            values = {kind: part_of(state.values[kind], cut, rank, stage, head_first=True) for kind in KINDS}
+    for rank in range(sharding.tp):
+        for stage in range(sharding.pp):
+            values = {kind: part_of(state.values[kind], sharding, rank, stage, head_first=True) for kind in KINDS}
             content = {"model": values[MASTER], "optimizer": optimizer_of(values, state.example)}
-            save_part(content, directory / model.folder.name, cut, rank, stage)
+            save_part(content, directory / model.folder.name, sharding, rank, stage)
     write_whole(directory / TRACKER, str(model.iteration))
 
 
-def save_part(content: Mapping[str, Any], folder: Path, cut: Cut, rank: int, stage: int) -> None:
-    suffix = f"_{stage:03d}" if cut.pp > 1 else ""
+def save_part(content: Mapping[str, Any], folder: Path, sharding: Sharding, rank: int, stage: int) -> None:
+    suffix = f"_{stage:03d}" if sharding.pp > 1 else ""
     path = folder / f"mp_rank_{rank:02d}{suffix}" / "model_optim_rng.pt"
     path.parent.mkdir(parents=True)
     torch.save(content, path)
@@ -159,17 +161,19 @@ def generator_state(like: Tensor, seed: int) -> Tensor:
     return torch.frombuffer(bytearray(struct.pack("<qq", seed, 0)), dtype=torch.uint8)
 
 
-def part_of(whole: Weights, cut: Cut, rank: int, stage: int, *, head_first: bool = False) -> dict[str, Tensor]:
+def part_of(
+    whole: Weights, sharding: Sharding, rank: int, stage: int, *, head_first: bool = False
+) -> dict[str, Tensor]:
     """What a tensor-parallel rank of a pipeline stage holds, in the engine's order.
 
     head_first: the native engine registers what belongs to the head before the rest, Megatron after it.
     """
     part: dict[str, Tensor] = {}
     for name in sorted(whole, key=lambda name: name.startswith("language_model.") == head_first):
-        stages, local_name = cut.stage_name(name)
+        stages, local_name = sharding.stage_name(name)
         if stage in stages:
             # A copy, because a view would be saved together with everything that it is a part of.
-            part[local_name] = cut.pieces(name, whole[name])[rank].detach().clone()
+            part[local_name] = sharding.pieces(name, whole[name])[rank].detach().clone()
     return part
 
 

@@ -29,35 +29,39 @@ Weights = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Cut:
-    """How a layout cuts the model."""
+class Sharding:
+    """How a layout divides the model's parameters."""
 
     tp: int
+    """Tensor-parallel size."""
     pp: int
-    split: int  # the decoder's first stage; 0 if all layers are of one kind
-    layers: Mapping[str, int]  # how many of each kind
+    """Pipeline-parallel size."""
+    split: int
+    """The decoder's first stage; 0 if all layers are of one kind."""
+    layers: Mapping[str, int]
+    """How many layers of each kind: encoder, decoder."""
 
     @classmethod
-    def of(cls, args: Namespace, tp: int, pp: int) -> "Cut":
+    def of(cls, args: Namespace, tp: int, pp: int) -> "Sharding":
         """How Megatron-DeepSpeed cuts it. args: the engine's arguments. Raises Problem if it cannot."""
         is_t5 = args.decoder_num_layers is not None
         layers = {"encoder": args.encoder_num_layers}
         if is_t5:
             layers["decoder"] = args.decoder_num_layers
-        cut = cls(tp, pp, pp // 2 if is_t5 else 0, layers)
+        sharding = cls(tp, pp, pp // 2 if is_t5 else 0, layers)
         sizes = args.num_attention_heads, args.ffn_hidden_size, args.padded_vocab_size
         other = args.swiglu or args.num_key_value_heads != sizes[0] or args.untie_embeddings_and_output_weights
         fits = tp > 0 and pp > 0 and not any(size % tp for size in sizes) and not (is_t5 and pp > 1 and pp % 2)
-        if other or not fits or any(count % len(cut.stages(kind)) for kind, count in layers.items()):
+        if other or not fits or any(count % len(sharding.stages(kind)) for kind, count in layers.items()):
             remedy = "TP must divide the heads and the feed-forward size, PP the layers, and a T5's PP must be even"
             remedy += "; gated layers, grouped queries and an untied head are not supported"
             raise Problem(f"the model cannot be divided for TP {tp} and PP {pp}", remedy)
-        return cut
+        return sharding
 
     @classmethod
-    def of_checkpoint(cls, args: Namespace) -> "Cut":
+    def of_checkpoint(cls, args: Namespace) -> "Sharding":
         """How the engine that wrote a checkpoint with these arguments has cut it: see native_arguments()."""
-        native = getattr(args, "native_cut", None)
+        native = getattr(args, "native_sharding", None)
         return native or cls.of(args, args.tensor_model_parallel_size, args.pipeline_model_parallel_size)
 
     def stages(self, kind: str) -> range:
@@ -122,15 +126,15 @@ def places(args: Namespace) -> list[tuple[int, int]]:
 
 def joined(args: Namespace, shards: Mapping[tuple[int, int], Weights]) -> Weights:
     """What the shards hold, each parameter in one piece."""
-    cut = Cut.of_checkpoint(args)
+    sharding = Sharding.of_checkpoint(args)
     parts: dict[str, dict[int, tuple[Weights, str]]] = {}
     for (rank, stage), held in shards.items():
         for name in held:
-            parts.setdefault(cut.whole_name(name, stage), {})[rank] = held, name
-    return Whole(parts)
+            parts.setdefault(sharding.whole_name(name, stage), {})[rank] = held, name
+    return JoinedTensors(parts)
 
 
-class Whole(Mapping[str, Tensor]):
+class JoinedTensors(Mapping[str, Tensor]):
     """Parameters that are put together from the tensor-parallel ranks' parts as they are asked for."""
 
     def __init__(self, parts: Mapping[str, Mapping[int, tuple[Weights, str]]]) -> None:

@@ -14,7 +14,7 @@ from t5bench.record.checkpoints import RESHAPED_FROM, TRACKER, Checkpoints
 from t5bench.record.records import load, load_settings
 from t5bench.record.run import Run
 from t5bench.tools.convert.checkpoint_file import read_checkpoint_file
-from t5bench.tools.convert.shards import Cut, Weights, whole_weights
+from t5bench.tools.convert.shards import Sharding, Weights, whole_weights
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 IMPORTED = "release"  # Megatron's name for a checkpoint of no iteration
@@ -123,7 +123,7 @@ def reshaped_arguments(settings: Run, folder: Path) -> Namespace:
     tp = len(tensor_parallel_ranks)
     pp = len(parts) // tp if tp else 0
     args = native_arguments(settings)
-    args.native_cut = Cut.of(args, tp, pp)
+    args.native_sharding = Sharding.of(args, tp, pp)
     args.tensor_model_parallel_size = tp
     args.pipeline_model_parallel_size = pp
     args.deepspeed = False
@@ -146,7 +146,7 @@ def native_arguments(record: Run) -> Namespace:
     if is_t5:
         layers["decoder"] = architecture.decoder_layers
     return Namespace(
-        native_cut=Cut(record.layout.tp, record.layout.pp, record.layout.split_rank or 0, layers),
+        native_sharding=Sharding(record.layout.tp, record.layout.pp, record.layout.split_rank or 0, layers),
         encoder_num_layers=encoder_layers,
         num_layers=encoder_layers,
         decoder_num_layers=architecture.decoder_layers if is_t5 else None,

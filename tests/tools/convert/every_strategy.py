@@ -25,8 +25,8 @@ from native.parallel import Mesh
 from native.trainers import make_trainer
 from t5bench.imports import import_deepspeed, leave_out_compiler
 from t5bench.tools.convert import export as exporting
+from t5bench.tools.convert.parameter_map import parameter_map
 from t5bench.tools.convert.trained import TrainedModel
-from t5bench.tools.convert.twins import twins
 
 SAMPLES, PADDING = 4, 9  # samples of a micro-batch, padded tokens at the end of the last one's encoder input
 
@@ -124,7 +124,7 @@ def exported_logits(model: TrainedModel, output: Path) -> torch.Tensor:
 
 def with_a_swap(architecture: object) -> dict:
     """A T5's keys and values of a layer, or a GPT's two norms, in each other's place."""
-    pairs = twins(architecture)
+    pairs = parameter_map(architecture)
     changed = {}
     for one, other in ((".layers.0.self_attn.k_proj", ".layers.0.self_attn.v_proj"), (".h.0.ln_1", ".h.0.ln_2")):
         for name in pairs:
@@ -145,10 +145,10 @@ def compare(run: Path, output: Path) -> dict[str, float]:
         return float((exported_logits(model, directory).float() - expected).abs().max() / expected.abs().max())
 
     found = {"difference": difference(output / f"{run.name} export")}
-    right: Callable = exporting.twins
-    exporting.twins = with_a_swap
+    right: Callable = exporting.parameter_map
+    exporting.parameter_map = with_a_swap
     found["swapped"] = difference(output / f"{run.name} swapped")
-    exporting.twins = right
+    exporting.parameter_map = right
     return found
 
 

@@ -25,10 +25,10 @@ from megatron.model import GPTModel, T5Model
 
 from t5bench.__main__ import main
 from t5bench.tools.convert import export as exporting
+from t5bench.tools.convert.parameter_map import parameter_map
 from t5bench.tools.convert.reshape import write
-from t5bench.tools.convert.shards import Cut
+from t5bench.tools.convert.shards import Sharding
 from t5bench.tools.convert.trained import TrainedModel
-from t5bench.tools.convert.twins import twins
 
 SAMPLES = 2
 
@@ -79,7 +79,7 @@ def exported_logits(directory: Path, tokens: list[torch.Tensor]) -> torch.Tensor
 
 
 def with_two_biases_swapped(architecture: object) -> dict:
-    pairs = twins(architecture)
+    pairs = parameter_map(architecture)
     first, second = [name for name in pairs if name.endswith((".ln_1.bias", ".fc1.bias"))][:2]
     return pairs | {first: pairs[second], second: pairs[first]}
 
@@ -105,7 +105,7 @@ def compare(run: Path, work: Path) -> dict[str, float | str]:
     """The largest difference of a logit in multiples of the largest logit: of the export, of its import, and with a
     mistake planted."""
     trained = TrainedModel.of_run(run)
-    write(trained.head, trained.weights, work / "one" / "checkpoints", Cut.of(trained.args, 1, 1))
+    write(trained.head, trained.weights, work / "one" / "checkpoints", Sharding.of(trained.args, 1, 1))
     (path,) = (work / "one").rglob("*.pt")
     content = torch.load(path, weights_only=False)
     add_noise(content["model"])
@@ -124,10 +124,10 @@ def compare(run: Path, work: Path) -> dict[str, float | str]:
     (path,) = (work / "imported").rglob("*.pt")
     imported = engine_logits(torch.load(path, weights_only=False)["model"], tokens)
     found["imported"] = float((imported - expected).abs().max() / expected.abs().max())
-    right = exporting.twins
-    exporting.twins = with_two_biases_swapped
+    right = exporting.parameter_map
+    exporting.parameter_map = with_two_biases_swapped
     found["swapped"] = difference("swapped")
-    exporting.twins = right
+    exporting.parameter_map = right
     return found
 
 

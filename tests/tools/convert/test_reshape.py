@@ -13,7 +13,7 @@ from t5bench.record.records import load
 from t5bench.record.run import Run
 from t5bench.tools.convert.checkpoint_file import read_checkpoint_file as read
 from t5bench.tools.convert.reshape import write
-from t5bench.tools.convert.shards import HEAD, WORDS, Cut, Weights, whole_weights
+from t5bench.tools.convert.shards import HEAD, WORDS, Sharding, Weights, whole_weights
 from t5bench.tools.convert.trained import TrainedModel, settings_of
 from t5bench.tools.verify.relations import contradictions
 
@@ -58,7 +58,7 @@ def cut_for(t5: bool, directory: Path, tp: int, pp: int) -> Path:
     whole = model(t5)
     head = {"args": arguments(t5), "iteration": 7, "tokens": 1, "checkpoint_version": 3.0}
     complete = whole | {HEAD: whole["language_model.embedding.word_embeddings.weight"]}
-    write(head, complete, directory, Cut.of(head["args"], tp, pp))
+    write(head, complete, directory, Sharding.of(head["args"], tp, pp))
     return directory / "iter_0000007"
 
 
@@ -109,7 +109,7 @@ def test_shards_of_zero3_and_of_the_pipeline_module_are_read(tmp_path: Path):
 )  # fmt: skip
 def test_what_cannot_be_cut_is_refused(tp: int, pp: int, changes: dict[str, int]):
     with pytest.raises(Problem, match=f"cannot be divided for TP {tp} and PP {pp}"):
-        Cut.of(arguments(True, **changes), tp, pp)
+        Sharding.of(arguments(True, **changes), tp, pp)
 
 
 def continued(run: Path, directory: Path, strategy: str, tp: int, pp: int, **settings: str) -> Run:

@@ -1,4 +1,4 @@
-"""The classes of Transformers that are the engines' models to the digit, and where each parameter has its twin.
+"""The classes of Transformers that are the engines' models to the digit, and where each parameter has its counterpart.
 
 A GPT is a GPT2LMHeadModel. The T5 that Megatron trains (LayerNorm before each block, learned positions, biases, a tied
 head with a bias) is no T5ForConditionalGeneration, but a BlenderbotForConditionalGeneration.
@@ -21,12 +21,13 @@ LAYERNORM_EPSILON = 1e-5  # the only one that Blenderbot has
 
 
 @dataclass(frozen=True)
-class Twin:
+class EngineParameter:
     """Where a parameter of Transformers is in the engine's model."""
 
-    source: str  # the engine's name
-    # A view into the engine's parameter. Reading it exports; copying into it imports.
+    source: str
+    """The engine's name of the parameter."""
     view: Callable[[Tensor], Tensor]
+    """A view into the engine's parameter. Reading it exports; copying into it imports."""
 
 
 def as_it_is(parameter: Tensor) -> Tensor:
@@ -52,22 +53,22 @@ def one_row(parameter: Tensor) -> Tensor:
     return parameter.unsqueeze(0)
 
 
-def both_ends(name: str, source: str, view: Callable[[Tensor], Tensor] = as_it_is) -> dict[str, Twin]:
+def both_ends(name: str, source: str, view: Callable[[Tensor], Tensor] = as_it_is) -> dict[str, EngineParameter]:
     """Weight and bias."""
-    return {f"{name}.{end}": Twin(f"{source}.{end}", view) for end in ("weight", "bias")}
+    return {f"{name}.{end}": EngineParameter(f"{source}.{end}", view) for end in ("weight", "bias")}
 
 
-def linear_gpt2(name: str, source: str) -> dict[str, Twin]:
+def linear_gpt2(name: str, source: str) -> dict[str, EngineParameter]:
     return {
-        f"{name}.weight": Twin(f"{source}.weight", transposed),
-        f"{name}.bias": Twin(f"{source}.bias", as_it_is),
+        f"{name}.weight": EngineParameter(f"{source}.weight", transposed),
+        f"{name}.bias": EngineParameter(f"{source}.bias", as_it_is),
     }
 
 
-def twins(architecture: Architecture) -> dict[str, Twin]:
+def parameter_map(architecture: Architecture) -> dict[str, EngineParameter]:
     """By the name of the parameter in Transformers. Raises Problem for a model that has no such class."""
     check(architecture)
-    return blenderbot_twins(architecture) if architecture.family == "t5" else gpt2_twins(architecture)
+    return blenderbot_map(architecture) if architecture.family == "t5" else gpt2_map(architecture)
 
 
 def check(architecture: Architecture) -> None:
@@ -86,10 +87,10 @@ def check(architecture: Architecture) -> None:
             raise Problem(f"the model has {what}, which GPT-2 and Blenderbot lack", remedy)
 
 
-def gpt2_twins(architecture: Architecture) -> dict[str, Twin]:
+def gpt2_map(architecture: Architecture) -> dict[str, EngineParameter]:
     pairs = {
-        "transformer.wte.weight": Twin(WORDS, as_it_is),
-        "transformer.wpe.weight": Twin(POSITIONS, as_it_is),
+        "transformer.wte.weight": EngineParameter(WORDS, as_it_is),
+        "transformer.wpe.weight": EngineParameter(POSITIONS, as_it_is),
         **both_ends("transformer.ln_f", "language_model.encoder.final_layernorm"),
     }
     for number in range(architecture.layers):
@@ -104,13 +105,13 @@ def gpt2_twins(architecture: Architecture) -> dict[str, Twin]:
     return pairs
 
 
-def blenderbot_twins(architecture: Architecture) -> dict[str, Twin]:
+def blenderbot_map(architecture: Architecture) -> dict[str, EngineParameter]:
     pairs = {
-        "model.shared.weight": Twin(WORDS, as_it_is),
-        "final_logits_bias": Twin(HEAD_BIAS, one_row),
+        "model.shared.weight": EngineParameter(WORDS, as_it_is),
+        "final_logits_bias": EngineParameter(HEAD_BIAS, one_row),
     }
     for stack, layers in (("encoder", architecture.encoder_layers), ("decoder", architecture.decoder_layers)):
-        pairs[f"model.{stack}.embed_positions.weight"] = Twin(POSITIONS, as_it_is)
+        pairs[f"model.{stack}.embed_positions.weight"] = EngineParameter(POSITIONS, as_it_is)
         pairs |= both_ends(f"model.{stack}.layer_norm", f"language_model.{stack}.final_layernorm")
         for number in range(layers):
             ours = f"language_model.{stack}.layers.{number}"
@@ -125,11 +126,11 @@ def blenderbot_twins(architecture: Architecture) -> dict[str, Twin]:
             if stack == "encoder":
                 pairs |= both_ends(f"{theirs}.final_layer_norm", f"{ours}.post_attention_layernorm")
             else:
-                pairs |= cross_attention_twins(ours, theirs, architecture.heads)
+                pairs |= cross_attention_map(ours, theirs, architecture.heads)
     return pairs
 
 
-def cross_attention_twins(ours: str, theirs: str, heads: int) -> dict[str, Twin]:
+def cross_attention_map(ours: str, theirs: str, heads: int) -> dict[str, EngineParameter]:
     pairs = both_ends(f"{theirs}.encoder_attn_layer_norm", f"{ours}.post_attention_layernorm")
     pairs |= both_ends(f"{theirs}.encoder_attn.q_proj", f"{ours}.inter_attention.query")
     for part, projection in enumerate(("k_proj", "v_proj")):
