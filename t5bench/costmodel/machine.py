@@ -54,6 +54,17 @@ class Device:
 
 
 @dataclass(frozen=True)
+class Host:
+    """A node's CPU with its Python and PyTorch, which start every operator."""
+
+    operator_seconds: float = 10e-6
+    """Seconds that the host spends on one of an engine's operators (time.py counts them)."""
+    uncertainty: float = 1.0
+    """Factor: with 90 % certainty the cost lies between operator_seconds / uncertainty and operator_seconds x
+    uncertainty."""
+
+
+@dataclass(frozen=True)
 class Machine:
     """Nodes of equal GPUs."""
 
@@ -61,6 +72,7 @@ class Machine:
     inside: Link  # between two GPUs of a node
     between: Link  # what one node sends over all its interfaces
     devices_per_node: int = 8
+    host: Host = Host()
 
 
 # Where the figures of these rows are published:

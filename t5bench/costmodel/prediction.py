@@ -7,7 +7,7 @@ from typing import Any
 
 from t5bench.costmodel import flops, intervals, schedule, time, traffic
 from t5bench.costmodel.job import Job
-from t5bench.costmodel.machine import GIB, Device, Link, Machine
+from t5bench.costmodel.machine import GIB, Device, Host, Link, Machine
 from t5bench.costmodel.memory import Memory, memory_of
 from t5bench.costmodel.parameters import parameters
 
@@ -68,11 +68,11 @@ class Prediction:
         parallel = self.job.parallel
         if parallel.pipeline == 1:
             return None
-        passes = [time.stage_seconds(self.job, self.machine.device, stage) for stage in range(parallel.pipeline)]
+        passes = [time.stage_seconds(self.job, self.machine, stage) for stage in range(parallel.pipeline)]
         forward = [before.seconds for before, _ in passes]
         backward = [after.seconds for _, after in passes]
         m = self.job.micro_batches
-        weights = time.weight_seconds(self.job, self.machine.device)
+        weights = time.weight_seconds(self.job, self.machine)
         return schedule.idle_share(forward, backward, m, parallel.virtual_stages, parallel.schedule, weights)
 
     @property
@@ -140,14 +140,16 @@ class Prediction:
         }
 
 
-def machine_of(device: Device | None, gigabits: float, per_node: int, latency: float = LATENCY) -> Machine:
+def machine_of(
+    device: Device | None, gigabits: float, per_node: int, latency: float = LATENCY, host: Host | None = None
+) -> Machine:
     """Nodes with these GPUs, or with CPUs, and a link of this many Gbit/s between them."""
-    return with_link(device or time.CPU, Link(gigabits * 1e9 / 8, latency), per_node)
+    return with_link(device or time.CPU, Link(gigabits * 1e9 / 8, latency), per_node, host)
 
 
-def with_link(device: Device, between: Link, per_node: int) -> Machine:
-    """Nodes with these GPUs and this link between them."""
+def with_link(device: Device, between: Link, per_node: int, host: Host | None = None) -> Machine:
+    """Nodes with these GPUs and this link between them. host: None where it was not measured."""
     inside = Link(device.nvlink or device.pcie, 10e-6)
     if not device.memory:  # Processes of a CPU wait for its cores, whether a message comes from their node or another.
         inside = Link(5e9, between.latency if between.is_measured else 20e-6)
-    return Machine(device, inside, between, per_node)
+    return Machine(device, inside, between, per_node, host or Host())

@@ -50,7 +50,6 @@ EAGER_GELU = 16
 EAGER_SCORES = {2: 15, 4: 6}
 EAGER_OPERATORS = {"huggingface": (139, 211), "autocast": (159, 239)}
 ADDING_PASSES = 3  # over a gradient that is added to those of earlier micro-batches
-LAUNCH = 10e-6  # seconds of an eager operator on the host, on any machine (measured, docs/prediction.md)
 # Adam reads and writes fp32 master, two moments and gradient, and writes the 16-bit copy; norm and clipping read and
 # write the gradient once more.
 OPTIMIZER_BYTES = 40
@@ -198,9 +197,10 @@ def _further_norms(job: Job, decoder: bool) -> float:
     return NORM_PASSES * elements
 
 
-def stage_seconds(job: Job, device: Device, stage: int, slower: float = 1.0) -> tuple[Pass, Pass]:
+def stage_seconds(job: Job, machine: Machine, stage: int, slower: float = 1.0) -> tuple[Pass, Pass]:
     """A micro-batch's forward and backward on a stage."""
     a = job.architecture
+    device = machine.device
     part = stage_of(a, job.parallel, stage)
     rates = _rates(job, device)
     # What a layer's time does not depend on, so that each is computed once.
@@ -223,29 +223,30 @@ def stage_seconds(job: Job, device: Device, stage: int, slower: float = 1.0) -> 
     forward = layers_seconds + head_seconds
     backward = 2 * forward + recomputed + adding
     return (
-        _pass(forward, operators / 3, device, slower),
-        _pass(backward, operators * 2 / 3 + operators_again, device, slower),
+        _pass(forward, operators / 3, machine, slower),
+        _pass(backward, operators * 2 / 3 + operators_again, machine, slower),
     )
 
 
-def _pass(gpu: float, operators: float, device: Device, slower: float) -> Pass:
+def _pass(gpu: float, operators: float, machine: Machine, slower: float) -> Pass:
     """A GPU computes while the host launches; on a CPU the two alternate. gpu: seconds by the device's figures."""
     gpu *= slower
-    host = operators * LAUNCH * slower
-    return Pass(gpu, gpu + host if device.name == CPU.name else max(gpu, host))
+    host = operators * machine.host.operator_seconds * slower
+    return Pass(gpu, gpu + host if machine.device.name == CPU.name else max(gpu, host))
 
 
-def weight_seconds(job: Job, device: Device, slower: float = 1.0) -> list[float]:
+def weight_seconds(job: Job, machine: Machine, slower: float = 1.0) -> list[float]:
     """For each stage, the part of a micro-batch's backward pass that a zero-bubble schedule puts off; none under
     others."""
     if job.parallel.schedule != schedule.ZERO_BUBBLE:
         return []
-    return [_weight_seconds(job, device, stage, slower) for stage in range(job.parallel.pipeline)]
+    return [_weight_seconds(job, machine, stage, slower) for stage in range(job.parallel.pipeline)]
 
 
-def _weight_seconds(job: Job, device: Device, stage: int, slower: float) -> float:
+def _weight_seconds(job: Job, machine: Machine, stage: int, slower: float) -> float:
     """The gradients of the weights of a stage's layers: matrix products that take as long as the forward pass's."""
     a = job.architecture
+    device = machine.device
     part = stage_of(a, job.parallel, stage)
     rates = _rates(job, device)
     t = job.parallel.tensor
@@ -259,7 +260,7 @@ def _weight_seconds(job: Job, device: Device, stage: int, slower: float) -> floa
             starting = len(shapes) * device.achievable.start
             gpu += layers * (2 * job.micro_batch * weights / t / rates.linear + starting + adding)
             operators += layers * len(shapes) * WEIGHT_OPERATORS
-    return _pass(gpu, operators, device, slower).seconds
+    return _pass(gpu, operators, machine, slower).seconds
 
 
 def _head_seconds(job: Job, rates: Rates) -> float:
@@ -315,12 +316,12 @@ def iteration(job: Job, machine: Machine, backend: str = "nccl", slower: float =
     """
     m = job.micro_batches
     stages = range(job.parallel.pipeline)
-    passes = [stage_seconds(job, machine.device, stage, slower) for stage in stages]
+    passes = [stage_seconds(job, machine, stage, slower) for stage in stages]
     waits = _waits(job, machine, backend, passes, slower)
     forward = [seconds.seconds + waits.forward[stage] for stage, (seconds, _) in enumerate(passes)]
     backward = [seconds.seconds + waits.backward[stage] for stage, (_, seconds) in enumerate(passes)]
     parallel = job.parallel
-    weights = weight_seconds(job, machine.device, slower)
+    weights = weight_seconds(job, machine, slower)
     whole = schedule.duration(forward, backward, m, waits.transfer, parallel.virtual_stages, parallel.schedule, weights)
     busiest = max(stages, key=lambda stage: forward[stage] + backward[stage])
     computing = m * sum(way.gpu for way in passes[busiest])
@@ -382,7 +383,7 @@ def _waits(job: Job, machine: Machine, backend: str, passes: Sequence[tuple[Pass
         forward, backward = passes[stage]
         computing = forward.seconds if overlap == "each forward" else backward.seconds
         if overlap == LAST_WEIGHTS:
-            computing = _weight_seconds(job, machine.device, stage, slower)
+            computing = _weight_seconds(job, machine, stage, slower)
         if overlap.startswith("each"):
             computing *= m
         beside = min(seconds, computing)

@@ -13,6 +13,7 @@ from pathlib import Path
 from t5bench import Problem, note
 from t5bench.costmodel import schedule, time
 from t5bench.costmodel.job import Job
+from t5bench.costmodel.prediction import machine_of
 from t5bench.profile import parts as profile
 from t5bench.profile.parts import AXES, BUBBLE, DATA, HOST, LOGGING, SENDING, WAITING
 from t5bench.profile.rank import BACKWARD, COMPUTING, FORWARD, OWN_WORK, Rank
@@ -311,9 +312,10 @@ class Explanation:
         lost = max(rank.lost for rank in self.ranks)
         computing = self._by_stage(*COMPUTING)
         busy = self._by_stage(*COMPUTING, HOST)
+        on = machine_of(None, gigabits=1, per_node=1)  # no link matters to what a stage computes
         model = []
         for stage in range(self.layout.pp):
-            model.append(sum(way.seconds for way in time.stage_seconds(job, time.CPU, stage)))
+            model.append(sum(way.seconds for way in time.stage_seconds(job, on, stage)))
         beyond_model = [share / seconds for share, seconds in zip(busy, model, strict=True)]
         slowest = beyond_model.index(max(beyond_model))
         slower = max(beyond_model) / min(beyond_model)

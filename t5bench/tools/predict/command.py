@@ -137,7 +137,7 @@ def show_schedule(prediction: Prediction) -> None:
     forward = []
     backward = []
     for stage in range(job.parallel.pipeline):
-        forward_pass, backward_pass = time.stage_seconds(job, prediction.machine.device, stage)
+        forward_pass, backward_pass = time.stage_seconds(job, prediction.machine, stage)
         forward.append(forward_pass.seconds)
         backward.append(backward_pass.seconds)
     slots = schedule.one_f_one_b(
@@ -146,7 +146,7 @@ def show_schedule(prediction: Prediction) -> None:
         job.micro_batches,
         chunks=job.parallel.virtual_stages,
         kind=job.parallel.schedule,
-        weights=time.weight_seconds(job, prediction.machine.device),
+        weights=time.weight_seconds(job, prediction.machine),
     )
     drawing = schedule.draw(slots)
     print(f"\n{prediction.name}\n{drawing}\n")

@@ -218,7 +218,7 @@ async function copy(text) {
 function showSchedule(candidate) {
   const { job, machine } = candidate, stages = job.parallel.pipeline, all = job.micro_batches;
   const shown = Math.max(1, Math.min(all, Math.max(8, 2 * stages), Math.floor(2000 / stages)));
-  const passes = Array.from({ length: stages }, (_, stage) => costmodel$time$stage_seconds(job, machine.device, stage));
+  const passes = Array.from({ length: stages }, (_, stage) => costmodel$time$stage_seconds(job, machine, stage));
   const slots = costmodel$schedule$one_f_one_b(passes.map(([forward]) => forward.seconds), passes.map(([, backward]) => backward.seconds), shown);
   const end = Math.max(...slots.map((slot) => slot.end)), left = 66, width = 900 - left, high = stages > 16 ? 8 : 20;
   const drawing = make("svg", { viewBox: `0 0 900 ${stages * (high + 4)}`, role: "img", "aria-label": `When each of ${stages} stages computes` });
