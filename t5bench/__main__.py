@@ -20,7 +20,7 @@ GROUPS = {
     "run and compare": {
         "strategies": ("plan.launchers", "list the strategies, in the order of their ports"),
         "sweep": ("sweep.command", "run strategies one after another, then compare them"),
-        "compare": ("report.command", "compare runs: a table and a page"),
+        "compare": ("report.compare", "compare runs: a table and a page"),
         "explain": (
             "profile.explain",
             "show where a profiled iteration's time went, and what slows a run down",

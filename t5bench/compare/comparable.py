@@ -137,13 +137,22 @@ def _variables(runs: Sequence[Run]) -> dict[str, dict[Any, list[Run]]]:
     return differing(of_run, runs)
 
 
+def _flags(runs: Sequence[Run]) -> dict[str, dict[Any, list[Run]]]:
+    """Where runs of one strategy have different flags. Different strategies have them by definition."""
+    different: dict[str, dict[Any, list[Run]]] = {}
+    for strategy in dict.fromkeys(run.strategy for run in runs):
+        name = f"flags of {strategy}"
+        of_strategy = [run for run in runs if run.strategy == strategy]
+        different |= differing(lambda run, name=name: {name: " ".join(run.plan.strategy.flags)}, of_strategy)
+    return different
+
+
 def other_differences(runs: Sequence[Run]) -> list[str]:
     """Other differences, one sentence each: further settings, versions, commits, patches, nodes, variables."""
 
     def told(run: Run) -> dict[str, Any]:
         facts: dict[str, Any] = run.plan.with_role("told")
         facts[f"nodes of {processes(run.world_size)}"] = run.layout.nnodes
-        facts["STRATEGY_FLAGS"] = " ".join(run.plan.strategy.flags)
         facts["CPU"] = " + ".join(sorted({node["cpu"]["model"] for node in run.nodes if node.get("cpu")})) or None
         for what, key in (("version of", "versions"), ("commit of", "commits"), ("patch", "patches")):
             for name, value in run.record[key].items():
@@ -151,7 +160,7 @@ def other_differences(runs: Sequence[Run]) -> list[str]:
                     facts[f"{what} {name}"] = value
         return facts
 
-    different = differing(told, runs) | _variables(runs)
+    different = differing(told, runs) | _flags(runs) | _variables(runs)
     notes = [_line(name, by_value) for name, by_value in different.items()]
     uncommitted = [run for run in runs if run.record["commits"].get("repository_changed")]
     if uncommitted:

@@ -14,7 +14,7 @@ from t5bench.compare.parity import curve, losses_beside, relative_difference
 from t5bench.compare.rows import Row
 from t5bench.profile.parts import PARTS, Profile, Rank
 from t5bench.record.run import Run
-from t5bench.report.tables import mark, named_rows, predicted_bytes, profile_of
+from t5bench.report.tables import duration_text, is_on_loopback, mark, named_rows, predicted_bytes, profile_of
 from t5bench.text import processes
 
 INK = "currentColor"
@@ -184,13 +184,17 @@ def _stacked(name: str, parts: Mapping[str, float]) -> Iterator[Series]:
         start = end
 
 
-def _predicted_and_measured(name: str, parts: Mapping[str, float], measured: float) -> Iterator[Series]:
-    """The predicted parts as a thick bar, what was measured as a thin one; nothing without a prediction."""
-    predicted = sum(parts.values())
-    if not predicted:
+def _predicted_and_measured(
+    name: str, parts: Mapping[str, float], measured: float, error: float | None
+) -> Iterator[Series]:
+    """The predicted parts as a thick bar, what was measured as a thin one; nothing without a prediction.
+
+    error: of the prediction, relative to what was measured; None if the two are not comparable.
+    """
+    if not sum(parts.values()):
         return
     number = f"{measured:,.0f}" if measured >= 100 else f"{measured:.3g}"
-    text = f"{number} (predicted {predicted / measured - 1:+.0%})"
+    text = number if error is None else f"{number} (predicted {error:+.0%})"
     yield from _stacked(name, parts)
     yield _thin_bar(name, measured, text)
 
@@ -262,15 +266,16 @@ def _smallest_device(run: Run) -> float | None:
 def _bytes(rows: Rows) -> Figure:
     x = "MB that the busiest node sends per iteration (on one node: that its processes exchange)"
     caption = "Thick: predicted by the cost model; thin: measured."
+    if any(is_on_loopback(row) for row in rows.values()):
+        caption += " On one node the loopback was measured, which other programs use too."
     return Figure("Bytes, predicted and measured", x, caption, _panels(rows, _bytes_of))
 
 
 def _bytes_of(name: str, row: Row) -> Iterator[Series]:
     prediction = predicted_bytes(row) if row.sent_per_iteration else None
     if prediction:
-        megabytes, _ = prediction
-        parts = {"predicted": megabytes / 1e6}
-        yield from _predicted_and_measured(name, parts, row.sent_per_iteration / 1e6)
+        parts = {"predicted": prediction.value / 1e6}
+        yield from _predicted_and_measured(name, parts, row.sent_per_iteration / 1e6, prediction.error)
 
 
 def _time(rows: Rows, predicted_by: Sequence[str]) -> Figure:
@@ -286,7 +291,8 @@ def _time(rows: Rows, predicted_by: Sequence[str]) -> Figure:
 def _time_of(name: str, row: Row) -> Iterator[Series]:
     if row.predicted and row.milliseconds:
         parts = {part: 1000 * seconds for part, seconds in row.predicted.parts.items()}
-        yield from _predicted_and_measured(name, parts, row.milliseconds.median)
+        measured = row.milliseconds.median
+        yield from _predicted_and_measured(name, parts, measured, sum(parts.values()) / measured - 1)
 
 
 def _profile(rows: Rows) -> Figure:
@@ -480,7 +486,7 @@ def _times(rows: Rows) -> Figure:
     timed = {name: row for name, row in rows.items() if row.milliseconds}
     panels = []
     for name, row in list(timed.items())[:MOST_PANELS]:
-        title = f"{name}: {row.milliseconds.median:.4g} ms"
+        title = f"{name}: {duration_text(row.milliseconds.median, 4)}"
         panels.append(Panel(_run_times(name, row), title, "ms", height=1.7, from_zero=True))
     caption = "One dot per log interval, in the order of the run (grey: left out). The line is the median."
     if len(panels) < len(timed):
@@ -506,4 +512,4 @@ def _run_times(name: str, row: Row) -> list[Series]:
         iterations += [x for x, _ in drawn.points]
     median = row.milliseconds.median
     line = [(min(iterations), median), (max(iterations), median)]
-    return [Series(name, "line", line, f"{median:.4g} ms", INK), *dots]
+    return [Series(name, "line", line, duration_text(median, 4), INK), *dots]

@@ -64,7 +64,7 @@ def _facts(run: Run) -> dict[str, Any]:
     }
 
 
-class Cell(NamedTuple):
+class TableCell(NamedTuple):
     """A cell of the page's table."""
 
     text: str
@@ -75,7 +75,7 @@ class Cell(NamedTuple):
     """What it is sorted by, where that is not its text."""
 
 
-def _cell(column: tables.Column, row: Row) -> Cell:
+def _cell(column: tables.Column, row: Row) -> TableCell:
     whole = column.text(row)
     text = re.split(r" [\[(]", whole, maxsplit=1)[0]
     detail = whole[len(text) :]
@@ -89,7 +89,7 @@ def _cell(column: tables.Column, row: Row) -> Cell:
         css_class = ""
     known = [part for part in column.parts(row).values() if part is not None]
     order = str(tables.rounded(known[0], DIGITS)) if known else text
-    return Cell(text, detail, css_class, "" if order == text else order)
+    return TableCell(text, detail, css_class, "" if order == text else order)
 
 
 def command(run: Run) -> str:
@@ -139,8 +139,8 @@ def _comparison_of_profiles(name: str, row: Row, fastest_name: str, fastest: Row
     more = {part: parts[part] - fastest_parts[part] for part in PARTS}
     slowest_part = max(PARTS, key=more.__getitem__)
     return [
-        f"{name} takes {milliseconds - least:.3g} ms longer than {fastest_name}; "
-        f"the profiled iteration spends {more[slowest_part]:.3g} ms more {DOING[slowest_part]}"
+        f"{name} takes {tables.duration_text(milliseconds - least)} longer than {fastest_name}; "
+        f"the profiled iteration spends {tables.duration_text(more[slowest_part])} more {DOING[slowest_part]}"
     ]
 
 

@@ -36,6 +36,20 @@ def significant(value: float, digits: int = 4) -> str:
     return f"{value:.{_decimals(value, digits)}f}"
 
 
+def duration_text(milliseconds: float, digits: int = 3) -> str:
+    """A time in a sentence or at a bar: in seconds from a thousand milliseconds on."""
+    if round(abs(milliseconds)) < 1000:
+        return f"{significant(milliseconds, digits)} ms"
+    return f"{significant(milliseconds / 1000, digits)} s"
+
+
+def duration_estimate_text(milliseconds: Estimate, digits: int = 4) -> str:
+    """The same with its interval."""
+    if round(abs(milliseconds.median)) < 1000:
+        return f"{estimate_text(milliseconds, digits)} ms"
+    return f"{estimate_text(milliseconds.over(Estimate(1000.0, 1000.0, 1000.0)), digits)} s"
+
+
 def estimate_text(value: Estimate, digits: int = 4) -> str:
     """As many digits as are known: two of half the interval, and never more than `digits` significant ones."""
     if value.low is None or value.high is None:
@@ -131,7 +145,8 @@ class Bubble(NamedTuple):
 def predicted_bytes(row: Row) -> Predicted | None:
     """Bytes that the busiest node sends to others in an iteration.
 
-    On one node with gloo: what its processes send each other over the loopback, as if each were a node.
+    On one node with gloo: what its processes send each other over the loopback, as if each were a node. Other programs
+    use the loopback too, so that a difference from what was measured there is no error of the prediction.
     """
     prediction = row.prediction
     if not prediction:
@@ -142,7 +157,8 @@ def predicted_bytes(row: Row) -> Predicted | None:
         return None
     parallel = replace(prediction.job.parallel, devices_per_node=1)
     on_own_nodes = replace(prediction, job=replace(prediction.job, parallel=parallel))
-    return _beside(sum(on_own_nodes.node_bytes), row.sent_per_iteration)
+    sent = None if is_on_loopback(row) else row.sent_per_iteration
+    return _beside(sum(on_own_nodes.node_bytes), sent)
 
 
 def predicted_memory(row: Row) -> Predicted | None:
@@ -219,7 +235,8 @@ def mark(row: Row) -> str:
     return of_alone + of_remark
 
 
-def _is_loopback(row: Row) -> bool:
+def is_on_loopback(row: Row) -> bool:
+    """Whether its bytes are those of the loopback, with other programs' traffic."""
     return any(entry.observed.loopback for entry in row.measured)
 
 
@@ -231,7 +248,7 @@ def all_columns(comparison: Comparison) -> list[Column]:
     device = "GPU" if on_gpu else "host"
     process = "GPU" if on_gpu else "process"
     all_complete = all(row.complete for row in rows)
-    loopback = " (loopback)" if any(map(_is_loopback, rows)) else ""
+    loopback = " (loopback)" if any(map(is_on_loopback, rows)) else ""
     return [
         Column(
             title="strategy",
@@ -321,7 +338,7 @@ def all_columns(comparison: Comparison) -> list[Column]:
             title="TFLOP/s with recomputation",
             fields="hardware_tflops_per_gpu",
             value=lambda row: row.hardware_tflops,
-            importance=11,
+            importance=29,
             show=_three_digits,
         ),
         Column(

@@ -21,7 +21,7 @@ from t5bench.compare.comparison import Comparison
 from t5bench.record.run import Run
 from t5bench.record.wandb import mode
 from t5bench.report import tables
-from t5bench.report.command import PAGE, add_run_arguments, compare, default_output
+from t5bench.report.compare import PAGE, add_run_arguments, compare, default_output
 from t5bench.report.drawing import styles
 from t5bench.report.figures import INK, Points, series, thin
 

@@ -74,13 +74,18 @@ def has_torch(python: str) -> bool:
 
 
 def install(requirements: "list[Path]") -> None:
-    """Without a GPU the CPU build of torch, which uv can find; otherwise, or if that fails, the package index's."""
+    """torch from PyTorch's own index: without a GPU the build for CPUs, with one that of the driver's CUDA. Where that
+    index gives none, the package index's. Everything else by pip, whose configuration uv does not read."""
     pip = [str(PYTHON), "-m", "pip", "install", "--disable-pip-version-check", "--no-input"]
     if not has_torch(str(PYTHON)):
         has_gpu = shutil.which("nvidia-smi") is not None
-        if has_gpu or not installed_for_cpus(pip):
-            size = f"about {CUDA_MB:,} MB to download with CUDA, {CPU_MB} MB without"
-            logged(f"installing {TORCH}: {size}", *pip, TORCH)
+        if not installed_from_pytorchs_index(pip, has_gpu):
+            if not has_gpu:
+                note(
+                    f"warning: PyTorch's index, download.pytorch.org, gave no build for CPUs (see {LOG}); the package "
+                    f"index has the one for CUDA, which also runs on CPUs: {CUDA_MB:,} MB to download, not {CPU_MB} MB"
+                )
+            logged(f"installing {TORCH}: about {CUDA_MB:,} MB to download", *pip, TORCH)
     # DeepSpeed is built from source, without isolation so that it sees torch; its operators are compiled when used.
     logged("installing build tools", *pip, "setuptools", "wheel", "packaging")
     for path in requirements:
@@ -88,13 +93,20 @@ def install(requirements: "list[Path]") -> None:
         logged(f"installing {path.name}{size}", *pip, "--no-build-isolation", "--requirement", str(path))
 
 
-def installed_for_cpus(pip: "list[str]") -> bool:
-    """Installs the CPU build of torch; whether that succeeded."""
-    if not logged("installing uv", *pip, "uv", must=False):
+def installed_from_pytorchs_index(pip: "list[str]", has_gpu: bool) -> bool:
+    """Installs the build of torch for this machine with uv, which can choose it; whether that succeeded."""
+    found = shutil.which("uv")
+    if not found and not logged("installing uv", *pip, "uv", must=False):
         return False
-    uv = [str(PYTHON), "-m", "uv", "pip", "install", "--python", str(PYTHON), "--torch-backend", "cpu"]
-    title = f"installing {TORCH} for CPUs: about {CPU_MB} MB to download"
-    return logged(title, *uv, TORCH, must=False)
+    uv = [found] if found else [str(PYTHON), "-m", "uv"]
+    if has_gpu:
+        backend = "auto"  # as the driver's version asks
+        title = f"installing {TORCH} for this driver's CUDA: about {CUDA_MB:,} MB to download"
+    else:
+        backend = "cpu"
+        title = f"installing {TORCH} for CPUs: about {CPU_MB} MB to download"
+    command = [*uv, "pip", "install", "--python", str(PYTHON), "--torch-backend", backend, TORCH]
+    return logged(title, *command, must=False)
 
 
 def logged(title: str, *command: str, must: bool = True) -> bool:

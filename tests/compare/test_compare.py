@@ -352,6 +352,10 @@ def test_other_differences_are_notes(tmp_path: Path):
     """What a strategy itself makes different, what all runs share or a record does not know is none."""
     tensor = make_run(tmp_path / "tensor", "tensor", padded_vocab_size=None, **BETA)
     assert len(compare(make_run(tmp_path / "ddp", **BETA), tensor).notes) == 1  # so few repeats
+    flags = [["--fsdp2"], ["--fsdp2"], ["--fsdp2", "--odd"]]
+    fsdp2 = [make_run(tmp_path / f"f{n}", "fsdp", strategy_flags=own, **BETA) for n, own in enumerate(flags)]
+    assert len(compare(make_run(tmp_path / "ddp", **BETA), *fsdp2[:2]).notes) == 1
+    assert "flags of fsdp: --fsdp2 (fsdp); --fsdp2 --odd (fsdp)" in compare(*fsdp2).notes
     ddp = make_run(tmp_path / "ddp", versions={"torch": "2.4.0"}, settings={"FLASH_ATTENTION": "off"})
     commits = {"repository": "3", "repository_changed": True}
     zero = make_run(tmp_path / "zero1", "zero1", versions={"torch": "2.13.0"}, commits=commits, settings={"LR": "0.1"})

@@ -26,7 +26,8 @@ from t5bench import REPOSITORY
 from t5bench.__main__ import main
 from t5bench.record import collect, files
 from t5bench.record.records import load
-from t5bench.report import command, tables, wandb_report
+from t5bench.report import compare as report
+from t5bench.report import tables, wandb_report
 from t5bench.report.page import render
 
 COUNT, SEED = int(os.environ.get("MUTATIONS", "100")), int(os.environ.get("SEED", "1"))
@@ -38,7 +39,7 @@ def asked(runs: Path, **more: Any) -> argparse.Namespace:
 
 
 def compare(runs: Path, _: Path) -> int:
-    comparison = command.compare(asked(runs))
+    comparison = report.compare(asked(runs))
     print(tables.terminal(comparison), json.dumps(comparison.to_json(), allow_nan=False, indent=0))
     return 0
 
@@ -55,7 +56,7 @@ def wandb(runs: Path, _: Path) -> int:
 
 
 def page(runs: Path, _: Path) -> int:
-    print(render(command.compare(asked(runs))))
+    print(render(report.compare(asked(runs))))
     return main(["explain", *map(str, sorted(runs.iterdir()))])
 
 

@@ -24,7 +24,7 @@ from t5bench.record import records
 from t5bench.record.records import write_list
 from t5bench.record.status import RUNNING
 from t5bench.report import drawing, tables
-from t5bench.report.command import find_runs
+from t5bench.report.compare import find_runs
 from t5bench.report.drawing import drawings
 from t5bench.report.figures import Figure, Panel, Series
 from t5bench.report.page import render
@@ -64,6 +64,28 @@ def test_the_bubble_is_predicted_and_measured(tmp_path: Path):
     predicted, measured = tables.bubble_of(row)
     assert 1 / 17 <= predicted < 0.9 and measured is None  # two equal stages and 16 micro-batches: 1 / 17
     assert tables._bubble_text(tables.Bubble(0.25, 0.5)) == "25% (50%)"
+
+
+def test_bytes_of_a_shared_loopback_are_no_error_of_the_prediction(tmp_path: Path):
+    """Other programs' traffic is in them; a link between nodes is the run's own."""
+    times = [500.0 + (i * 7919 % 13) for i in range(60)]
+    known = {"elapsed_ms": times, "padded_vocab_size": 32128, "sent_per_iteration": 1e6}
+    on_loopback = make_run(tmp_path / "ddp", **known)
+    (row,) = build([records.load(on_loopback)]).rows
+    assert tables.is_on_loopback(row) and tables.predicted_bytes(row).error is None
+    on_link = make_run(tmp_path / "two", settings=LARGE, **GPU | known)
+    (row,) = build([records.load(on_link)]).rows
+    assert not tables.is_on_loopback(row) and tables.predicted_bytes(row).error
+
+
+@pytest.mark.parametrize(
+    ("milliseconds", "text"), [(0.5, "0.500 ms"), (999.4, "999 ms"), (999.7, "1.000 s"), (1234.0, "1.23 s")]
+)
+def test_a_time_in_a_sentence(milliseconds: float, text: str):
+    """Never in powers of ten."""
+    assert tables.duration_text(milliseconds) == text
+    value = Estimate(milliseconds, 0.98 * milliseconds, 1.02 * milliseconds)
+    assert tables.duration_estimate_text(value).endswith(text[-2:])
 
 
 # ---- the terminal ----------------------------------------------------------------------------------------------------

@@ -75,6 +75,25 @@ def test_a_complete_environment_is_not_changed(project: Project):
     assert said.count("one.txt") == 2 and said.count("two.txt") == 1
 
 
+@pytest.mark.parametrize("has_gpu", [False, True])
+def test_uv_on_path_chooses_the_build_of_torch(project: Project, tmp_path: Path, has_gpu: bool):
+    """The index that it fails to reach is named, with what that costs, unless the build would have been as large."""
+    calls = tmp_path / "calls"
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    for name in ("uv", "nvidia-smi") if has_gpu else ("uv",):
+        (tools / name).write_text(f'#!/bin/sh\necho "{name} $*" >>{calls}\nexit 1\n')
+        (tools / name).chmod(0o755)
+    stub_venv(project, f'echo "pip $*" >>{shlex.quote(str(calls))}')
+    result = ensure(project, BASE, PATH=f"{tools}:/usr/bin:/bin")
+    assert result.returncode == 0, result.stderr
+    first, second, *_ = calls.read_text().splitlines()
+    assert first.startswith("uv pip install") and f"--torch-backend {'auto' if has_gpu else 'cpu'} torch==" in first
+    assert second.startswith("pip ") and " torch==" in second, "pip's index is the second choice"
+    warned = "warning: PyTorch's index, download.pytorch.org, gave no build" in result.stderr
+    assert warned is not has_gpu and ("2,741 MB to download, not 202 MB" in result.stderr) is warned
+
+
 def test_an_old_python_says_so():
     program = "import runpy, sys\nsys.version_info = (3, 8, 1)\nrunpy.run_module('t5bench', run_name='__main__')"
     result = subprocess.run([BASE, "-c", program], cwd=REPO_ROOT, capture_output=True, text=True, check=False)

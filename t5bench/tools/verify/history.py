@@ -21,7 +21,7 @@ from t5bench.tools.verify.trends import (
     changes,
     histories,
     history_rows,
-    points_of,
+    points_of_all,
     scaling,
     scaling_rows,
     title_of,
@@ -121,7 +121,7 @@ def run(arguments: argparse.Namespace) -> int:
     for place in arguments.places:
         if not Path(place).exists():
             raise Problem(f"there is no package or directory {place}", "Name packages, or directories with runs")
-    points = [point for place in arguments.places for point in points_of(place)]
+    points = points_of_all(arguments.places)
     if not points:
         raise Problem("none of these runs has a measured time", "Name others: complete runs with logged iterations")
     if arguments.json:

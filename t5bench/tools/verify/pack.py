@@ -28,7 +28,7 @@ from t5bench.compare.comparison import Comparison
 from t5bench.record.files import open_file
 from t5bench.record.records import SWEEP, looks_like_run, read_list
 from t5bench.record.run import Run
-from t5bench.report.command import (
+from t5bench.report.compare import (
     add_run_arguments,
     comparison_of,
     load_runs,

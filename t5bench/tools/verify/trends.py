@@ -15,7 +15,7 @@ from t5bench.compare.rows import Row, distinctions, group_runs, labels, make_row
 from t5bench.compare.statistics import Estimate
 from t5bench.record import samples
 from t5bench.record.run import Run
-from t5bench.report.command import load_runs, run_directories
+from t5bench.report.compare import load_runs, run_directories
 from t5bench.report.tables import estimate_text, mark, significant
 from t5bench.text import processes
 from t5bench.tools.verify.pack import packed_runs, working_in
@@ -135,6 +135,27 @@ def points_of(place: str) -> list[Point]:
         if row.samples_per_second:
             points.append(Point(place, row, power_of(row)))
     return points
+
+
+def points_of_all(places: Sequence[str]) -> list[Point]:
+    """The rows of all places. Runs that an earlier place already gave count once, and that is said. Raises Problem."""
+    points: list[Point] = []
+    for place in places:
+        of_place = points_of(place)
+        for other in dict.fromkeys(point.place for point in points):
+            earlier = [point for point in points if point.place == other]
+            copies = [point for point in of_place if any(_are_the_same_runs(point, known) for known in earlier)]
+            if copies:
+                what = "the same runs" if len(copies) == len(of_place) else f"{len(copies)} of the same rows"
+                note(f"warning: {place} holds {what} as {other}; they count once")
+            of_place = [point for point in of_place if point not in copies]
+        points += of_place
+    return points
+
+
+def _are_the_same_runs(one: Point, other: Point) -> bool:
+    """No two runs have every iteration at the same moment."""
+    return [run.iterations for run in one.row.runs] == [run.iterations for run in other.row.runs]
 
 
 def power_of(row: Row) -> float | None:

@@ -18,7 +18,7 @@ from t5bench import Problem
 from t5bench.record.files import MOST_BYTES, RecordError, open_file, read, sha256
 from t5bench.record.reader import decoded
 from t5bench.record.records import SWEEP, looks_like_run, read_list
-from t5bench.report.command import PAGE, UNFORESEEN, write
+from t5bench.report.compare import PAGE, UNFORESEEN, write
 from t5bench.text import visible
 from t5bench.tools.verify.pack import (
     CONTENTS,

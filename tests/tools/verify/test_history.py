@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -44,6 +45,19 @@ def histories(capsys: pytest.CaptureFixture[str], *words: object) -> dict[str, l
     """By row, from what it prints for programs."""
     assert history(*words, "--json") == 0
     return {entry["row"]: entry["points"] for entry in json.loads(capsys.readouterr().out)["histories"]}
+
+
+def test_the_same_package_twice_counts_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    first = sweep(tmp_path / "a", 100.0, repeats=1)
+    copy = tmp_path / "copy"
+    shutil.copytree(first, copy)
+    later = sweep(tmp_path / "b", 130.0, day=1, repeats=1)
+    assert history(first, copy, first, later, "--json") == 0
+    shown = capsys.readouterr()
+    (points,) = [entry["points"] for entry in json.loads(shown.out)["histories"]]
+    assert [point["place"] for point in points] == [str(first), str(later)]
+    for again in (copy, first):
+        assert f"warning: {again} holds the same runs as {first}; they count once" in shown.err
 
 
 def test_a_slower_release_is_flagged(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -31,7 +31,7 @@ from t5bench.record.reader import decoded
 from t5bench.record.records import write_list
 from t5bench.record.settings import BY_NAME
 from t5bench.report import page
-from t5bench.report.command import write
+from t5bench.report.compare import write
 from t5bench.tools.verify import pack as packing
 from t5bench.tools.verify import verify
 from t5bench.tools.verify.pack import (
