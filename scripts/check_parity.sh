@@ -22,7 +22,7 @@
 set -euo pipefail
 source "$(dirname -- "${BASH_SOURCE[0]}")/common.sh"
 
-# A recipe in which a change of 1 % in any number shows; docs/parity.md explains how it was found.
+# A recipe in which a change of 1 % in any number shows; docs/parity_evidence.md explains how it was found.
 
 begin '--locate --sensitivity --bf16 --benchmark-mode NAME' "$@"
 mode=''

@@ -27,8 +27,8 @@ from t5bench.record.status import COMPLETE, RUNNING
 
 BASELINE_STRATEGY = "ddp"  # with which the others are compared
 
-# All tolerances are relative. The gate's are based on measurements in docs/parity.md: the largest differences of
-# correct runs, by strategy and layout, and how far a small change of each number moves the curves.
+# All tolerances are relative. The gate's are based on measurements (docs/parity_evidence.md): the largest differences
+# of correct runs, by strategy and layout, and how far a small change of each number moves the curves.
 TOLERANCE = {"fp32": Tolerance(loss=5e-6, norm=5e-6), "bf16": Tolerance(loss=2e-3, norm=2e-2)}
 # With dropout, layouts that draw other masks are judged by a sign test over this many seeds: if both train the same
 # model, each is equally likely to have the larger loss, so all seeds agree by chance once in 2 ** (SEEDS - 1) checks.
@@ -415,7 +415,7 @@ def report(verdicts: Sequence[Verdict], blind: Sequence[str]) -> str:
             of_run = [run.engine, f"{run.layout.tp}/{run.layout.pp}/{run.layout.dp}", run.layout.micro_batches]
             notes += run.remarks
             if entry.passed and run.layout.dp == 1 and run.strategy != BASELINE_STRATEGY:
-                single = "so a mistake in reducing gradients could hide: docs/parity.md has settings for more"
+                single = "so a mistake in reducing gradients could hide: docs/parity_evidence.md has settings for more"
                 alone = "in one process, which says nothing about parallelism"
                 notes.append(f"{entry} ran {alone if run.world_size == 1 else f'with one replica, {single}'}")
         rows.append([entry.name, *of_run, entry.loss or "-", entry.norm or "-", "PASS" if entry.passed else "FAIL"])

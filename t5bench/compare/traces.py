@@ -28,8 +28,8 @@ PHASES = {
     "update": "update",
 }
 OF_SAMPLES = ("data", "forward", "backward")
-# The relative differences that honest runs stay below: docs/parity.md has the measurements. Gradients differ most,
-# because terms cancel each other in them.
+# The relative differences that honest runs stay below; docs/parity_evidence.md has the measurements. Gradients differ
+# most, because terms cancel each other in them.
 ROUNDING = {
     "weights": 1e-6,
     "data": 0.0,
@@ -47,7 +47,7 @@ BF16_ROUNDING = ROUNDING | {"forward": 0.1, "backward": 0.3, "gradient": 0.3, "r
 BF16_ITERATIONS = 2  # later, honest gradients differ by as much as they are large
 LAST_DIGIT = 2**-23  # of a weight of 1: a smaller change is lost
 # The relative differences of a run's own figures from what follows from its numbers, in either precision
-# (docs/parity.md has what honest runs reach).
+# (docs/parity_evidence.md has what honest runs reach).
 LOSS = 2e-6
 NORM = 1e-5
 SUM = 1e-5  # of gradients over micro-batches and ranks

@@ -45,7 +45,7 @@ SCRIPTS: Mapping[str, Sequence[Declaration]] = {
         _setting("LAUNCH", OneOf(("local", "ssh")), "local", "local (on this machine), or ssh (on the nodes of HOSTS or SLURM, from this one terminal)"),
         _setting("RUNS_DIR", FilePath(), "{repository}/outputs/{family_prefix}all", "Directory of the runs; complete runs in it are not repeated"),
     ),
-    # A recipe in which a change of 1 % in any number shows; docs/parity.md explains how it was found.
+    # A recipe in which a change of 1 % in any number shows; docs/parity_evidence.md explains how it was found.
     "check_parity": (
         _setting("ENGINE", OneOf(("megatron", "native")), "megatron", "megatron (patched Megatron-DeepSpeed; its DDP is also compared with native/) or native"),
         _setting("MODEL_PRESET", OneOf(("tiny", "small", "base", "large")), "tiny", "Model size: tiny, small, base or large"),

@@ -1,4 +1,4 @@
-"""Honest runs; docs/parity.md shows their largest differences from a run of one process:
+"""Honest runs; docs/parity_evidence.md shows their largest differences from a run of one process:
 
     [MODEL_FAMILY=gpt] python tests/native/honest_runs.py DATA [fp32|bf16] [number of runs]
 
