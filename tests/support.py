@@ -22,9 +22,12 @@ REPO_ROOT = Path(__file__).resolve().parent.parent
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "zero3_offload", "tensor", "pipeline", "hybrid")
 NATIVE_STRATEGIES = (*STRATEGIES, "fsdp2")
 
-# What `python -m torch.distributed.run` finds first: it becomes the stub below.
-TORCHRUN_MODULE = """import os, sys
-os.execv(os.path.join(os.environ["STUB_DIR"], "torchrun"), ["torchrun", *sys.argv[1:]])
+# `python -m torch.distributed.run` becomes the stub below before Python looks for torch, which stays what it is.
+SITE_CUSTOMIZATION = """import os, sys
+words = sys.orig_argv
+module = words.index("-m") + 1 if "-m" in words else 0
+if words[module] == "torch.distributed.run":
+    os.execv(os.path.join(os.environ["STUB_DIR"], "torchrun"), ["torchrun", *words[module + 1 :]])
 """
 # Records what it was given, and says what an engine says that trained to its end, after STUB_WAIT seconds. STUB_SLEEP
 # keeps it and two children alive, one of them in a session of its own, as torchrun's workers are; STUB_STUBBORN lets
@@ -187,11 +190,8 @@ def make_project(tmp_path: Path) -> Project:
     write_indexed_dataset(result.data_prefix, [[5, 6, 7, 1], [8, 9, 1]] * 10)
     write_data_record(result.data_prefix)  # without it they count as copied without their tokenizer
     result.add_stub("torchrun", TORCHRUN_STUB)
-    run = stubs / "site" / "torch" / "distributed" / "run.py"
-    run.parent.mkdir(parents=True)
-    run.write_text(TORCHRUN_MODULE)
-    for package in (run.parent, run.parent.parent):
-        (package / "__init__.py").touch()
+    (stubs / "site").mkdir(exist_ok=True)
+    (stubs / "site" / "sitecustomize.py").write_text(SITE_CUSTOMIZATION)
     result.set_gpus(0)
     result.install("deepspeed", "0.19.8")
     result.record_engine()

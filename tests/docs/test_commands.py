@@ -51,6 +51,7 @@ TESTED = {
 }
 # The beginning of a command, and why no test runs it.
 UNTESTED = {
+    "bash -p": "it is how the scripts start themselves",
     "python -m torch.distributed.run": "it is torchrun, which every launcher starts",
     "python -m pytest": "it runs the tests",
     "bash scripts/run_tests.sh": "it runs the tests",

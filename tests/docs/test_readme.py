@@ -140,7 +140,7 @@ def test_every_command_runs(project: Project, tmp_path: Path, block: str):
     options = {"cwd": project.root, "env": project.environment | hosts | port, "timeout": 60}
     command = ["bash", "-euo", "pipefail", "-c", block]
     result = subprocess.run(command, **options, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
+    assert result.returncode == 0, result.stderr + result.stdout
     assert "--dry-run" not in block or "repeat3/hybrid" in result.stdout
     if "run_megatron_t5" in block and "--dry-run" not in block:
         assert project.was_started() or "srun" in block
