@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from functools import partial
@@ -27,12 +28,30 @@ settings.load_profile("busy")
 Once = Callable[[str, Callable[[Path], None]], Path]
 
 
-def skip_long_tests(items: list[pytest.Item]) -> None:
-    if os.environ.get("LONG_TESTS") == "1":
+# LONG_TESTS is what it was called first.
+IS_NIGHTLY = "1" in (os.environ.get("NIGHTLY"), os.environ.get("LONG_TESTS"))
+
+
+def pytest_report_header() -> str:
+    if IS_NIGHTLY:
+        return "nightly tests: included"
+    return "nightly tests: left out; NIGHTLY=1 includes them, and CONTRIBUTING.md says what they are"
+
+
+def leave_out_nightly(items: list[pytest.Item], config: pytest.Config) -> None:
+    if IS_NIGHTLY:
         return
-    for item in items:
-        if item.get_closest_marker("long"):
-            item.add_marker(pytest.mark.skip(reason="takes several minutes: LONG_TESTS=1 runs it, on a quiet machine"))
+    left_out = [item for item in items if item.get_closest_marker("nightly")]
+    items[:] = [item for item in items if not item.get_closest_marker("nightly")]
+    config.hook.pytest_deselected(items=left_out)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """.ci/run has an hour for all; what has no time to begin says so."""
+    until = os.environ.get("NIGHTLY_UNTIL")
+    if until and item.get_closest_marker("nightly") and time.time() > float(until):
+        pytest.skip("no time was left to begin it: `NIGHTLY=1 .ci/run` gives all nightly tests their time")
 
 
 @pytest.fixture
@@ -139,12 +158,12 @@ def megatron_runs(once: Once, megatron_dir: Path, sample_data: Path) -> Path:
 
 # First: pytest-xdist reads the groups in the same hook, and later plugins' hooks would come before this one.
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Config) -> None:
     """For several test processes: a file's tests stay together, for their fixtures train, but for those that are done
     once for each engine; so does tests/tools/nodes, which waits more than it computes. Groups with slow tests come
     first, so that no process works alone at the end: of these, each engine's first group, which trains what others
     read, and these others last. Then the cluster, whose time limits do not suit the busiest minutes."""
-    skip_long_tests(items)
+    leave_out_nightly(items, config)
     cluster, of, rank, first = REPO_ROOT / "tests" / "tools" / "nodes", dict[pytest.Item, str](), dict[str, int](), {}
     trains, slow, reads, is_cluster, fast = range(5)
     for item in items:

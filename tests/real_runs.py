@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from support import REPO_ROOT, processes_with
+from warm_python import warm_python
 
 from t5bench.plan.ports import free_port
 from t5bench.record.records import load
@@ -34,6 +35,8 @@ WATCHED = {
     "EVAL_ITERS": "2", "EVAL_INTERVAL": "10", "SAVE_INTERVAL": "10",
     "WANDB_MODE": "offline", "WANDB_RUN_GROUP": "trial", "WANDB_API_KEY": "0123456789abcdef0123456789abcdef01234567",
 }  # fmt: skip
+# The Python that runs the tests, in which every process imports torch anew.
+COLD = {"PYTHON": sys.executable}
 CLONE = "a fresh clone/T5-Parallelism"
 
 
@@ -46,8 +49,11 @@ def environment(**settings: str) -> dict[str, str]:
 
 
 def start(strategy: str, *nodes: Path, arguments: Sequence[str] = (), **settings: str) -> list[subprocess.Popen[str]]:
-    """The strategy's launcher on so many nodes, each with its output directory, which they may share."""
-    chosen = TINY | {"MASTER_PORT": str(free_port())} | settings
+    """The strategy's launcher on so many nodes, each with its output directory, which they may share.
+
+    Its torchrun and workers are forks of a warm Python, unless a setting says which PYTHON to use: COLD is a user's.
+    """
+    chosen = TINY | {"MASTER_PORT": str(free_port()), "PYTHON": settings.get("PYTHON") or warm_python()} | settings
     if len(nodes) > 1:
         chosen |= {"NNODES": str(len(nodes)), "HOSTS": " ".join(f"127.0.0.{node + 1}" for node in range(len(nodes)))}
     launcher = str(REPO_ROOT / "scripts" / f"run_megatron_t5_{strategy}.sh")

@@ -98,6 +98,7 @@ def test_every_command_is_accounted_for_and_the_lists_are_true():
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_the_course_runs_as_it_stands(tmp_path: Path):
     """docs/learn.md in a fresh clone. Its quick start is run by test_quickstart.py; here its data are enough."""
     clone = make_clone(tmp_path)

@@ -131,8 +131,8 @@ def test_zero_that_reduces_once(native_runs: Path, sample_data: Path, tmp_path: 
     [
         ("t5", "hybrid"),
         ("gpt", "tensor"),
-        pytest.param("t5", "tensor", marks=pytest.mark.long),
-        pytest.param("gpt", "hybrid", marks=pytest.mark.long),
+        pytest.param("t5", "tensor", marks=pytest.mark.nightly),
+        pytest.param("gpt", "hybrid", marks=pytest.mark.nightly),
     ],
 )
 def test_sequence_parallelism_changes_nothing(

@@ -47,26 +47,27 @@ def assert_equal(run: Run, baseline: Run) -> None:
     ("strategy", "family", "settings"),
     [
         ("pipeline", "t5", {"PIPELINE_PARALLEL_SIZE": "3", "RECOMPUTE": "full"}),
-        pytest.param("pipeline", "t5", {"PIPELINE_PARALLEL_SIZE": "8"}, marks=pytest.mark.long),
-        pytest.param("pipeline", "gpt", {"PIPELINE_PARALLEL_SIZE": "8"}, marks=pytest.mark.long),
+        pytest.param("pipeline", "t5", {"PIPELINE_PARALLEL_SIZE": "8"}, marks=pytest.mark.nightly),
+        pytest.param("pipeline", "gpt", {"PIPELINE_PARALLEL_SIZE": "8"}, marks=pytest.mark.nightly),
         ("hybrid", "t5", {"PIPELINE_PARALLEL_SIZE": "3", "TENSOR_PARALLEL_SIZE": "2"}),
         pytest.param(
-            *("pipeline", "t5", {"PIPELINE_PARALLEL_SIZE": "3", "PIPELINE_SCHEDULE": "gpipe"}), marks=pytest.mark.long
+            *("pipeline", "t5", {"PIPELINE_PARALLEL_SIZE": "3", "PIPELINE_SCHEDULE": "gpipe"}),
+            marks=pytest.mark.nightly,
         ),
         ("pipeline", "t5", {"PIPELINE_PARALLEL_SIZE": "3", "PIPELINE_SCHEDULE": "zero-bubble"}),
         ("hybrid", "gpt", {"PIPELINE_SCHEDULE": "zero-bubble", "NPROC_PER_NODE": "8"}),
         pytest.param(
             *("pipeline", "t5", {"PIPELINE_SCHEDULE": "zero-bubble", "NPROC_PER_NODE": "4", "RECOMPUTE": "full"}),
-            marks=pytest.mark.long,
+            marks=pytest.mark.nightly,
         ),
         pytest.param(
             *("pipeline", "gpt", {"PIPELINE_PARALLEL_SIZE": "4", "PIPELINE_SCHEDULE": "zero-bubble"}),
-            marks=pytest.mark.long,
+            marks=pytest.mark.nightly,
         ),
         ("pipeline", "t5", {"PIPELINE_SCHEDULE": "interleaved"}),
         ("pipeline", "gpt", {"PIPELINE_PARALLEL_SIZE": "4", "PIPELINE_SCHEDULE": "interleaved"}),
         pytest.param(
-            *("hybrid", "t5", {"PIPELINE_SCHEDULE": "interleaved", "NPROC_PER_NODE": "8"}), marks=pytest.mark.long
+            *("hybrid", "t5", {"PIPELINE_SCHEDULE": "interleaved", "NPROC_PER_NODE": "8"}), marks=pytest.mark.nightly
         ),
     ],
     ids=lambda value: "-".join(value.values()) if isinstance(value, dict) else value,
@@ -93,8 +94,8 @@ def test_schedules_take_the_same_dropout(trained: Trained):
     ("family", "settings"),
     [
         ("t5", {"NPROC_PER_NODE": "4"}),
-        pytest.param("t5", {"PIPELINE_PARALLEL_SIZE": "3"}, marks=pytest.mark.long),
-        pytest.param("gpt", {"PIPELINE_PARALLEL_SIZE": "3"}, marks=pytest.mark.long),
+        pytest.param("t5", {"PIPELINE_PARALLEL_SIZE": "3"}, marks=pytest.mark.nightly),
+        pytest.param("gpt", {"PIPELINE_PARALLEL_SIZE": "3"}, marks=pytest.mark.nightly),
     ],
 )
 def test_gradients_of_bf16_copies_are_put_off(trained: Trained, family: str, settings: dict[str, str]):
@@ -105,7 +106,7 @@ def test_gradients_of_bf16_copies_are_put_off(trained: Trained, family: str, set
     assert len(plain) == 4 and put_off == plain
 
 
-@pytest.mark.parametrize("schedule", [pytest.param("1f1b", marks=pytest.mark.long), "interleaved", "zero-bubble"])
+@pytest.mark.parametrize("schedule", [pytest.param("1f1b", marks=pytest.mark.nightly), "interleaved", "zero-bubble"])
 def test_a_resumed_pipeline_gives_the_uninterrupted_curve(
     sample_data: Path, trained: Trained, tmp_path: Path, schedule: str
 ):

@@ -90,7 +90,7 @@ FEW = ("reduce_dtype=", "1.001 if torch.distributed", "embedding.axis.all_reduce
 
 def rest_is_long(*names: str) -> list[Any]:
     """Cases that take minutes together."""
-    return [pytest.param(name, marks=pytest.mark.long) for name in names]
+    return [pytest.param(name, marks=pytest.mark.nightly) for name in names]
 
 
 def traced(data: Path, directory: Path, strategy: str, plant: str = "", **settings: str) -> Run:
@@ -145,7 +145,8 @@ def trained_in(copy: Path, data: Path, directory: Path, strategy: str) -> Run:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "line", [line if any(few in line for few in FEW) else pytest.param(line, marks=pytest.mark.long) for line in PLACES]
+    "line",
+    [line if any(few in line for few in FEW) else pytest.param(line, marks=pytest.mark.nightly) for line in PLACES],
 )
 def test_a_mistake_of_one_layout_is_located(sample_data: Path, tmp_path: Path, baseline: Run, copy: Path, line: str):
     strategy, file, change, place = line.split(" | ")

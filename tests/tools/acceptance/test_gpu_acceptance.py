@@ -100,7 +100,7 @@ def passed(output: Path) -> set[str]:
     return {name for name, step in results.read(file).steps.items() if step.result == results.PASSED}
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_the_rehearsal_goes_through_everything_once_in_a_bare_environment(
     tmp_path: Path, bare: str, isolated: list[str]
 ):

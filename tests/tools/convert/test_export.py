@@ -24,12 +24,12 @@ def check_exports(runs: Path, directory: Path) -> None:
         assert differences["swapped"] > MISTAKE, (strategy, differences)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_logits_of_every_strategys_export_are_the_engines(native_runs: Path, tmp_path: Path):
     check_exports(native_runs, tmp_path)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_logits_of_a_gpts_export_are_the_engines_with_every_strategy(tmp_path: Path):
     """The tokenizer is the sample's: there may be no checkout with GPT-2's."""
     sample = REPO_ROOT / "megatron_data" / "sample"
@@ -44,7 +44,7 @@ def test_logits_of_a_gpts_export_are_the_engines_with_every_strategy(tmp_path: P
     check_exports(tmp_path, tmp_path / "exports")
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_logits_of_every_strategys_export_are_megatrons(megatron_runs: Path, megatron_dir: Path, tmp_path: Path):
     """Of GPTs too: tests/engines/test_gpt.py, which trains some."""
     check_logits(tmp_path, megatron_dir, *(megatron_runs / name for name in STRATEGIES))
@@ -57,7 +57,7 @@ def test_a_size_of_files_that_is_none_is_refused(size: str):
     check_shard_size("1.5gb")
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_the_memory_of_an_export_does_not_grow_with_the_model(tmp_path: Path):
     found = script("export_memory.py", tmp_path)
     assert found["model"] > 150 and found["files"] > 10
@@ -74,7 +74,7 @@ def exported(native_runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return moved.parent
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_an_export_says_what_it_is(exported: Path):
     card = (exported / "export" / "README.md").read_text()
     for part in ("TP 2, PP 2", "bundled sample", "of iteration 20", "Validation loss", "`T5ForConditionalGeneration`"):
@@ -85,7 +85,7 @@ def test_an_export_says_what_it_is(exported: Path):
     assert generation["suppress_tokens"] == list(range(4101, 4224)), "rows that no token has"
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_what_cannot_be_exported_is_refused_in_a_sentence(exported: Path, tmp_path: Path):
     run = exported / "hybrid"
     refused = t5bench("export", run, exported / "export")

@@ -87,7 +87,7 @@ def test_wikitexts_spaces_become_those_of_english():
     assert ordinary_spaces(text) == '= Robert =\nIn 2,000.5 well-known books ("all"), he didn\'t.\n'
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_scores_and_texts_of_a_gpt_are_those_of_the_plainest_computation(tmp_path: Path):
     found = script("gpt_scores.py", tmp_path)
     for stride in ("24", "7"):
@@ -101,7 +101,7 @@ def test_scores_and_texts_of_a_gpt_are_those_of_the_plainest_computation(tmp_pat
     assert drawn == same and drawn != greedy and other != drawn
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_lm_evaluation_harness_reads_an_export_and_agrees(tmp_path: Path):
     program = os.environ.get("LM_EVAL") or shutil.which("lm_eval")
     if not program:

@@ -6,7 +6,7 @@ import pytest
 from tools.convert.convert_commands import FP32_ROUNDING, script
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_model_that_is_imported_and_exported_is_the_same(tmp_path: Path):
     """Also in the engine itself: test_export.py and tests/engines/test_gpt.py."""
     found = script("round_trips.py", tmp_path)

@@ -131,9 +131,9 @@ def check_continues(found: Run, expected: Run) -> None:
 
 CHANGES = [
     ("hybrid", "ddp", 1, 1),
-    pytest.param("ddp", "tensor", 2, 1, marks=pytest.mark.long),
-    pytest.param("zero1", "ddp", 1, 1, marks=pytest.mark.long),
-    pytest.param("tensor", "pipeline", 1, 2, marks=pytest.mark.long),
+    pytest.param("ddp", "tensor", 2, 1, marks=pytest.mark.nightly),
+    pytest.param("zero1", "ddp", 1, 1, marks=pytest.mark.nightly),
+    pytest.param("tensor", "pipeline", 1, 2, marks=pytest.mark.nightly),
 ]
 
 

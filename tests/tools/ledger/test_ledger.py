@@ -207,7 +207,7 @@ def run_ledger(
     return subprocess.run(words, env=settings, capture_output=True, text=True, timeout=500, check=False)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_release_with_a_planted_mistake_is_found_and_the_installed_one_is_not_accused(tmp_path):
     """A loss of 1 % too little in a copy of the installed release, which is right without it."""
     (installed,) = find_spec("deepspeed").submodule_search_locations
@@ -236,7 +236,7 @@ def test_a_release_with_a_planted_mistake_is_found_and_the_installed_one_is_not_
     assert again.stderr.count("right (known)") == 2, again.stderr
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_cell_that_hangs_and_a_release_that_cannot_be_imported(tmp_path):
     (tmp_path / "broken" / "deepspeed").mkdir(parents=True)
     (tmp_path / "broken" / "deepspeed" / "__init__.py").write_text("raise ImportError('it lacks a symbol')\n")

@@ -12,10 +12,13 @@ from support import Project
 PROGRAMS = ("slurmctld", "slurmd", "srun", "munged", "sshd", "ip", "tc", "unshare", "nsenter", "ssh-keygen")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if "running_cluster" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.slow)
+def pytest_itemcollected(item: pytest.Item) -> None:
+    if "running_cluster" not in getattr(item, "fixturenames", ()):
+        return
+    item.add_marker(pytest.mark.slow)
+    daily = getattr(item.module, "DAILY", ())
+    if not (daily and item.callspec.params["name"] in daily):
+        item.add_marker(pytest.mark.nightly)
 
 
 @pytest.fixture(scope="session")

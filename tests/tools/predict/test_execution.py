@@ -35,7 +35,7 @@ def job_of(strategy: str, micro_batches: int = 2) -> Job:
     return replace(PLAIN, parallel=parallel, zero=zero, global_batch=batch)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("strategy", LAYOUTS)
 def test_a_rank_of_1024_does_what_the_model_says(strategy: str):
     found = executed.compare(strategy, job_of(strategy), rank=WORLD - 3)
@@ -161,7 +161,7 @@ def test_a_stage_of_a_deep_pipeline_keeps_what_the_model_says(pipeline: int, sch
     check_memory(deep(pipeline, schedule), stage)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 @pytest.mark.parametrize(("pipeline", "schedule", "stage"), ALL_STAGES)
 def test_every_stage_of_a_deep_pipeline_keeps_what_the_model_says(
@@ -170,7 +170,7 @@ def test_every_stage_of_a_deep_pipeline_keeps_what_the_model_says(
     check_memory(replace(deep(pipeline, schedule), precision=precision), stage)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path):
     settings = {"ENGINE": "native", "MODEL_PRESET": "tiny", "MEGATRON_DATA_DIR": str(tmp_path), "HOSTS": ""}
     for name, value in settings.items():

@@ -102,7 +102,7 @@ def test_the_translation_has_the_layouts_that_python_has(tmp_path: Path):
 
 
 @needs_engine
-@pytest.mark.long
+@pytest.mark.nightly
 def test_the_translation_gives_what_python_gives_for_ten_thousand_jobs(tmp_path: Path):
     check_equality(10_000, tmp_path)
 
