@@ -11,7 +11,7 @@ import array
 import atexit
 import contextlib
 import gc
-import importlib
+import importlib.util
 import json
 import os
 import runpy
@@ -256,7 +256,10 @@ def become(request: Request, base_path: list[str]) -> None:
     else:
         folder = str(Path(request.words[0]).resolve().parent)
         sys.argv = request.words
-    sys.path[:] = [folder, *named, *base_path]
+    sys.path[:] = [*named, *base_path]
+    if importlib.util.find_spec("sitecustomize"):
+        importlib.import_module("sitecustomize")
+    sys.path.insert(0, folder)
     if sys.argv[0] == TORCHRUN:
         # torchrun starts the workers with the Python that runs it.
         sys.executable = request.environment["PYTHON"]
