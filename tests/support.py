@@ -143,7 +143,7 @@ class Project:
         return dict(pair.split("=", 1) for pair in pairs)
 
     def use_real_torch(self) -> None:
-        shutil.rmtree(self.stubs / "site" / "torch")
+        (self.stubs / "site" / "sitecustomize.py").unlink()
 
     def was_started(self) -> bool:
         return (self.stubs / "arguments").exists()
