@@ -43,6 +43,13 @@ IMPORTABLE = (".py", ".pyc", ".so")
 BUILT = re.compile(r"megatron/(fused_kernels/build/.*|data/helpers\.cpython-[\w-]+\.so)")
 # Upstream's other folders, from which training imports nothing.
 OTHER_FOLDERS = {"__pycache__", "dataset", "docs", "examples", "examples_deepspeed", "images", "megatron", "tasks"}
+# What the engine and its libraries import if it is there, so that a folder of that name would count as installed.
+IMPORTED_IF_THERE = {
+    "amp_C", "apex", "faiss", "flash_attn", "fused_layer_norm_cuda", "fused_weight_gradient_mlp_cuda",
+    "intel_extension_for_deepspeed", "intel_extension_for_pytorch", "torch_npu", "transformer_engine", "triton",
+}  # fmt: skip
+# The extensions that DeepSpeed compiles for a strategy of this project.
+DEEPSPEED_EXTENSIONS = ("cpu_adam", "fused_adam", "utils")
 MOST_NAMED = 3
 # Where the engine compiles its kernels, in its checkout.
 KERNELS = Path("megatron", "fused_kernels", "build")
@@ -85,11 +92,11 @@ def _intruders(directory: Path, own: Mapping[str, str]) -> Iterator[str]:
         name = path.name
         is_folder = path.is_dir()
         if is_folder and _is_imported(path, own):
-            yield f"{name}/ would be imported instead of any other package of that name"
-        elif path.suffix in (".dist-info", ".egg-info") and not name.startswith("megatron_core"):  # of pip install -e
-            yield f"{name}/ would be mistaken for an installed package"
-        elif path.suffix in IMPORTABLE and name not in own and not is_folder:
-            yield f"{name} would be imported instead of any other module of that name"
+            yield f"{name}/ would be imported instead of the package of that name"
+        elif path.suffix in (".dist-info", ".egg-info") and installed_version(path.stem.split("-")[0]):
+            yield f"{name}/ would be mistaken for the installed package"
+        elif path.suffix in IMPORTABLE and name not in own and not is_folder and _is_another_module(name.split(".")[0]):
+            yield f"{name} would be imported instead of the module of that name"
     for folder, folders, names in os.walk(directory / "megatron"):
         place = Path(folder).relative_to(directory)
         for name in sorted(names):
@@ -105,18 +112,34 @@ def _intruders(directory: Path, own: Mapping[str, str]) -> Iterator[str]:
 
 
 def _is_imported(folder: Path, own: Mapping[str, str]) -> bool:
-    """Whether Python would import a package from this folder of the checkout that is not the engine's own.
+    """Whether Python would import this folder of the checkout for a package that training imports from elsewhere.
 
     A folder without __init__.py is a package only if no other of its name has one, and without code it does not matter.
     """
     name = folder.name
     inits = [f"{name}/{init.name}" for init in folder.glob("__init__.*") if init.suffix in IMPORTABLE]
     if inits or name in OTHER_FOLDERS or not name.isidentifier():
-        return any(init not in own for init in inits)
+        return any(init not in own for init in inits) and (name in OTHER_FOLDERS or _is_another_module(name))
     if not any(path.suffix in IMPORTABLE for pattern in ("*", "*/*") for path in folder.glob(pattern)):
         return False
     installed = util.find_spec(name)
-    return installed is None or installed.origin is None
+    has_no_init = installed is None or installed.origin is None
+    is_installed = installed is not None and any(
+        not _is_in(REPOSITORY, path) for path in installed.submodule_search_locations or ()
+    )
+    return has_no_init and (is_installed or name in IMPORTED_IF_THERE)
+
+
+def _is_in(directory: Path, path: str) -> bool:
+    return Path(path).resolve().is_relative_to(directory)
+
+
+def _is_another_module(name: str) -> bool:
+    """Whether a module of that name is Python's own, is installed, or would be used if it were there."""
+    if name in sys.stdlib_module_names or name in IMPORTED_IF_THERE:
+        return True
+    installed = util.find_spec(name)
+    return installed is not None and not _is_in(REPOSITORY, installed.origin or str(REPOSITORY))
 
 
 def check_engine(draft: Draft, directory: Path, device: str, gpus_shared: bool) -> str:
@@ -143,13 +166,19 @@ def check_engine(draft: Draft, directory: Path, device: str, gpus_shared: bool) 
 
 
 def extension_locks(environ: Mapping[str, str]) -> Iterator[Path]:
-    """PyTorch's lock files: it keeps one next to each extension that it compiles, and waits forever if one exists."""
-    return Path(environ.get("TORCH_EXTENSIONS_DIR") or "~/.cache/torch_extensions").expanduser().glob("**/lock")
+    """The lock files of DeepSpeed's extensions: PyTorch keeps one next to each extension that it compiles, and waits
+    forever if one exists."""
+    folder = Path(environ.get("TORCH_EXTENSIONS_DIR") or "~/.cache/torch_extensions").expanduser()
+    return (lock for lock in folder.glob("**/lock") if lock.parent.name in DEEPSPEED_EXTENSIONS)
 
 
 def check_locks(draft: Draft, directory: Path) -> None:
-    """Finds locks left by a killed compilation. A lock may be in use if it is new or a process here has it open."""
-    for lock in (*extension_locks(draft.environ), *(directory / KERNELS).glob("**/lock")):
+    """Finds locks left by a killed compilation of what this strategy compiles.
+
+    A lock may be in use if it is new or a process here has it open.
+    """
+    of_deepspeed = extension_locks(draft.environ) if draft.strategy.ds_config else ()
+    for lock in (*of_deepspeed, *(directory / KERNELS).glob("**/lock")):
         with contextlib.suppress(OSError):
             age = time.time() - lock.stat().st_mtime
             if _is_open(lock):

@@ -18,12 +18,12 @@ class Rule:
 
     pattern: str
     """As in a shell: PET_*."""
-    action: Literal["remove", "refuse", "warn"]
+    action: Literal["remove", "warn"]
     """Those that it warns of pass: they slow a run, and its record names them."""
     reason: str
-    """What the variable would do, or does, for the note or the refusal."""
+    """What the variable would do, or does, for the note."""
     harmless: tuple[str, ...] = ("", "0", "OFF", "STRICT")
-    """Values with which it does nothing, and is neither refused nor warned of."""
+    """Values with which it does nothing, so that no note is needed."""
 
 
 # The first rule that matches counts. All other variables pass; a record names those of PyTorch, CUDA, NCCL and the like
@@ -38,6 +38,7 @@ RULES = (
     Rule("WANDB_FORK_FROM", "remove", "W&B would continue another run"),
     Rule("WANDB_SWEEP_ID", "remove", "W&B would count the run as part of one of its sweeps"),
     Rule("WANDB_SERVICE", "remove", "it belongs to another process"),
+    # WANDB_MODE has been set by it (t5bench/plan/settings.py).
     Rule("WANDB_DISABLED", "remove", "WANDB_MODE says whether a run is logged"),
     Rule("PYTHON_EXEC", "remove", "torchrun would start the workers with another Python"),
     Rule("PYTHONOPTIMIZE", "remove", "the engines' assertions would be off"),
@@ -46,10 +47,11 @@ RULES = (
     Rule("T5_PROFILE", "remove", "PROFILE_ITERATION profiles an iteration"),
     Rule("T5_RUN_SECRET", "remove", "only the recorders need it"),
     # What changes numbers without a trace in the record.
-    Rule("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "refuse", "PyTorch would compute fp32 with fewer digits"),
-    Rule("NVIDIA_TF32_OVERRIDE", "refuse", "CUDA would compute fp32 with fewer digits"),
-    Rule("ONEDNN_DEFAULT_FPMATH_MODE", "refuse", "CPUs would compute fp32 with fewer digits"),
-    Rule("DNNL_DEFAULT_FPMATH_MODE", "refuse", "CPUs would compute fp32 with fewer digits"),
+    # NVIDIA's PyTorch containers set the first one.
+    Rule("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "remove", "PyTorch would compute fp32 with fewer digits"),
+    Rule("NVIDIA_TF32_OVERRIDE", "remove", "CUDA would compute fp32 with fewer digits"),
+    Rule("ONEDNN_DEFAULT_FPMATH_MODE", "remove", "CPUs would compute fp32 with fewer digits"),
+    Rule("DNNL_DEFAULT_FPMATH_MODE", "remove", "CPUs would compute fp32 with fewer digits"),
     # PyTorch would unpickle whatever a checkpoint names.
     Rule("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "remove", "a checkpoint could run code"),
     # For debugging: the run is right, and its times are not those of other runs.
@@ -63,7 +65,7 @@ RULES = (
     Rule("PYTORCH_JIT", "warn", "the engine's fused functions run one operator at a time", ("", "1")),
 )
 # Removed in every run: a note would only distract.
-SILENT = ("T5_RUN_SECRET", "DS_ACCELERATOR", "T5_PROFILE")
+SILENT = ("T5_RUN_SECRET", "DS_ACCELERATOR", "T5_PROFILE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "WANDB_DISABLED")
 
 
 def rule_for(name: str) -> Rule | None:
@@ -86,11 +88,9 @@ def child_environment(draft: Draft, added: Mapping[str, str]) -> tuple[dict[str,
             removed[name] = rule
         elif value.upper() in rule.harmless:
             continue
-        elif rule.action == "warn":
-            draft.notes.append(f"warning: {name}='{value}' slows the run: {rule.reason}")
         else:
-            draft.refuse("environment", f"{name}='{value}' is set: {rule.reason}", f"Unset it: unset {name}")
+            draft.notes.append(f"warning: {name}='{value}' slows the run: {rule.reason}")
     told = [f"{name} ({rule.reason})" for name, rule in removed.items() if name not in SILENT]
     if told:
-        draft.notes.append(f"warning: not passed on to the run: {', '.join(told)}")
+        draft.notes.append(f"unset for this run: {', '.join(told)}")
     return dict(added), list(removed)

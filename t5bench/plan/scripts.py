@@ -110,7 +110,7 @@ def script_values(script: str, environ: Mapping[str, str], directory: str) -> tu
     values = {}
     faults = []
     for declaration, default in zip(SCRIPTS[script], script_defaults(script, environ).values(), strict=True):
-        value = environ.get(declaration.name, default)
+        value = declaration.kind.read(environ.get(declaration.name, default))
         fault = declaration.kind.fault(declaration.name, value)
         if fault:
             faults.append(fault)

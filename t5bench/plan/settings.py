@@ -23,6 +23,7 @@ from t5bench.record.settings import (
 )
 
 STRATEGY_SPECIFIC = "strategy-specific"
+WANDB_IS_DISABLED = ("1", "true", "yes", "on", "y", "t")
 
 # These decide a run's directory, data and processes; an argument that changed them would make the plan wrong.
 DECIDED_ELSEWHERE = {
@@ -67,10 +68,10 @@ DECIDED_ELSEWHERE = {
 
 def values_from(environ: Mapping[str, str], strategy: Strategy) -> tuple[dict[str, str], dict[str, str]]:
     """The settings' values and defaults: the environment wins over a default, even with an empty value."""
-    family = environ.get("MODEL_FAMILY", DEFAULT_FAMILY)
+    family = BY_NAME["MODEL_FAMILY"].kind.read(environ.get("MODEL_FAMILY", DEFAULT_FAMILY))
     if family not in MODEL_FAMILIES:
         family = DEFAULT_FAMILY  # the check of MODEL_FAMILY's value refuses the name
-    preset = environ.get("MODEL_PRESET", DEFAULT_PRESET)
+    preset = BY_NAME["MODEL_PRESET"].kind.read(environ.get("MODEL_PRESET", DEFAULT_PRESET))
     if preset not in MODEL_FAMILIES[family].presets:
         preset = DEFAULT_PRESET
     defaults = default_values(
@@ -84,7 +85,13 @@ def values_from(environ: Mapping[str, str], strategy: Strategy) -> tuple[dict[st
     )
     if defaults["ENGINE"] not in strategy.engines:
         defaults["ENGINE"] = strategy.engines[0]
-    return {name: environ.get(name, default) for name, default in defaults.items()}, defaults
+    values = {}
+    for name, default in defaults.items():
+        values[name] = BY_NAME[name].kind.read(environ.get(name, default))
+    # W&B's older switch, which it still reads where WANDB_MODE is not set.
+    if environ.get("WANDB_DISABLED", "").lower() in WANDB_IS_DISABLED and not environ.get("WANDB_MODE"):
+        values["WANDB_MODE"] = "disabled"
+    return values, defaults
 
 
 def check_values(draft: Draft) -> None:

@@ -192,6 +192,21 @@ def cpu() -> dict[str, Any]:
     }
 
 
-def oom_kills() -> int:
-    """Processes that this machine's kernel has killed since it started because memory ran out."""
+def oom_kills(of: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int:
+    """Processes of this process's own control group that the kernel has killed because memory ran out.
+
+    Where no control group counts them, those of the whole machine since it started (/proc/vmstat).
+    """
+    try:
+        groups = of.read_text().splitlines()
+    except OSError:
+        groups = []
+    for line in groups:
+        _, controllers, path = line.split(":", 2)
+        if controllers in ("", "memory"):
+            group = root / controllers / path.lstrip("/")
+            for counter in ("memory.events", "memory.oom_control"):
+                killed = _found(r"^oom_kill (\d+)", group / counter)
+                if killed:
+                    return int(killed)
     return int(_found(r"^oom_kill (\d+)", Path("/proc/vmstat")) or 0)

@@ -82,6 +82,10 @@ class Kind:
             return self.fault_when_empty(name)
         return self.fault_of_text(name, value)
 
+    def read(self, value: str) -> str:
+        """The value as plans and records have it."""
+        return value
+
     def fault_when_empty(self, name: str) -> Fault | None:
         return f"{name} is empty", "Unset it, or give it a value"
 
@@ -149,6 +153,15 @@ class OneOf(Kind):
     """One of a few words."""
 
     choices: Sequence[str] = ()
+    also: Mapping[str, str] = field(default_factory=dict)
+    """Other words for a choice, in small letters. Small and capital letters are the same in all of them."""
+
+    def read(self, value: str) -> str:
+        word = value.lower()
+        for choice in self.choices:
+            if choice.lower() == word:
+                return choice
+        return self.also.get(word, value)
 
     def fault_when_empty(self, name: str) -> Fault | None:
         return self.fault_of_text(name, "")
@@ -241,7 +254,9 @@ DEFAULT_FAMILY = "t5"
 DEFAULT_PRESET = "large"
 DEFAULT_TOKENIZER = "google-t5/t5-large"
 
-_ON_OFF = OneOf(("0", "1"))
+_ON_OFF = OneOf(("0", "1"), also={"false": "0", "no": "0", "off": "0", "true": "1", "yes": "1", "on": "1"})
+# W&B's own other words for its modes.
+_WANDB_MODES = OneOf(("online", "offline", "disabled"), also={"run": "online", "dryrun": "offline"}, optional=True)
 _OPTIONAL_TEXT = Text(optional=True)
 _OPTIONAL_WHOLE = Whole(1, optional=True)
 
@@ -317,7 +332,7 @@ TABLE: Sequence[Declaration] = (
     Declaration("WANDB_RUN_NAME", Text(), "label", "", "megatron-{run}", "W&B run name"),
     Declaration("WANDB_RUN_GROUP", _OPTIONAL_TEXT, "label", "", "", "W&B group of the runs to compare"),
     Declaration("WANDB_API_KEY", Secret(optional=True), "label", "", "", "Your W&B API key; without one the run is logged offline"),
-    Declaration("WANDB_MODE", OneOf(("online", "offline", "disabled"), optional=True), "label", "", "", "online, offline or disabled (unset: online with a key, else offline)"),
+    Declaration("WANDB_MODE", _WANDB_MODES, "label", "", "", "online, offline or disabled (unset: online with a key, else offline)"),
 )
 # fmt: on
 BY_NAME: Mapping[str, Declaration] = {declaration.name: declaration for declaration in TABLE}

@@ -120,6 +120,7 @@ class Rule(NamedTuple):
 
 
 LONGEST_REASON = 300
+KILLED = "a process was killed (SIGKILL)"
 SPACE_REMEDY = "Free space and inodes there (df -h, df -i), or choose another OUTPUT_DIR"
 PROCESSES_REMEDY = (
     "Stop other processes there, or raise the limit: ulimit -u, or pids.max of the container's or SLURM job's cgroup"
@@ -167,7 +168,7 @@ OF_LIBRARIES = (
 OF_EXCEPTIONS = (
     Rule(r"found NaN in|NaN in local grad norm|loss scale already at minimum", DIVERGED,
          "the loss is not a number", "Lower LR, or add LR_WARMUP_ITERS"),
-    Rule(r"DataLoader worker .* killed by signal: Killed", CRASHED, "a process was killed (SIGKILL)",
+    Rule(r"DataLoader worker .* killed by signal: Killed", CRASHED, KILLED,
          "The kernel does it when memory runs out (see dmesg), else SLURM or a user"),
     Rule(r"DataLoader worker .* killed by signal: Bus error", CRASHED,
          "a data loader cannot read its memory: the data were cut short during the run, or /dev/shm is full",
@@ -190,7 +191,7 @@ OF_PROGRAMS = (
     Rule(r"wait timeout after (\d+)ms, keys: \S*role_info/(\d+)", TIMEOUT,
          "a rank is missing: two nodes have the same rank, or a different NNODES", "Give each node its own rank"),
     # torchrun's report lists these signals also for the workers that it ended itself after another had failed.
-    Rule(r"failed \(exitcode: -9\)", CRASHED, "a process was killed (SIGKILL)",
+    Rule(r"failed \(exitcode: -9\)", CRASHED, KILLED,
          "The kernel does it when memory runs out (see dmesg), else SLURM or a user"),
     Rule(r"failed \(exitcode: -24\)", CRASHED, "a process used up its CPU time", "Raise the limit (ulimit -t)"),
     Rule(r"failed \(exitcode: -11\)", CRASHED, "a process crashed (segmentation fault)"),

@@ -311,7 +311,8 @@ def _cause_of_failure(
 ) -> Cause:
     """Why a process of this node failed. reported: the best that workers and messages say."""
     strength = reported.strength if reported else Strength.VICTIM
-    if kernel_kills and (strength == Strength.VICTIM or (reported and reported.status == ends.CRASHED)):
+    was_killed = reported is not None and reported.reason == ends.KILLED
+    if kernel_kills and (was_killed or _name_of_signal(exit_status) == "SIGKILL"):
         return Cause.now(ends.OUT_OF_MEMORY, "the kernel killed a process because the host's memory was full")
     silent = output.finder.silent(plan.layout.ranks_of(plan.node)) if plan.layout else []
     if strength < Strength.EXCEPTION and (reason := _ended_early(plan, output, silent)):

@@ -2,6 +2,7 @@
 toolkit that is only a compiler, completed so that the engines' kernels can be compiled."""
 
 import hashlib
+import os
 import py_compile
 import sys
 from collections.abc import Callable
@@ -96,6 +97,25 @@ def test_files_that_change_training_are_named(checkout: Path, plant: Callable[[P
     plant(checkout)
     assert engine.state_of(checkout) == engine.CHANGED
     assert [line[: len(named)] for line in engine.differences(checkout)] == [named]
+
+
+def test_files_of_the_user_that_training_never_imports_are_left_alone(checkout: Path):
+    for name in ("my_convert.py", "conftest.py", "experiments/sweep.py", "experiments/__init__.py", "build/lib/x.py"):
+        write(name)(checkout)
+    write("megatron_deepspeed_of_mine.egg-info/PKG-INFO")(checkout)
+    assert engine.differences(checkout) == []
+    assert engine.state_of(checkout) != engine.CHANGED
+
+
+def test_only_locks_of_what_a_strategy_compiles_count(making, tmp_path: Path):
+    """DDP compiles nothing of DeepSpeed's, and another project's extension is nobody's business."""
+    for name in ("their_own_extension", "cpu_adam"):
+        lock = tmp_path / "py311_cpu" / name / "lock"
+        lock.parent.mkdir(parents=True)
+        lock.touch()
+        os.utime(lock, (0, 0))
+    assert "stale-lock" not in making("ddp", TORCH_EXTENSIONS_DIR=str(tmp_path)).codes
+    assert making("zero3_offload", TORCH_EXTENSIONS_DIR=str(tmp_path)).codes.count("stale-lock") == 1
 
 
 NVCC = """#!/bin/sh
