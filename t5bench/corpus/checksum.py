@@ -31,7 +31,7 @@ _NOT_OF_THE_IDS = {
 def tokenizer_checksum(directory: Path) -> str:
     """The sha256 in hexadecimal. Raises Problem for a directory without a tokenizer."""
     checksum = hashlib.sha256()
-    vocabularies = [directory / name for name in VOCABULARIES if (directory / name).exists()]
+    vocabularies = [directory / name for name in VOCABULARIES if (directory / name).is_file()]
     try:
         for path in vocabularies:
             checksum.update(b"" if path.name == PIECES else path.name.encode())
@@ -39,7 +39,7 @@ def tokenizer_checksum(directory: Path) -> str:
         # The library of release 5 reads the last one.
         for name in (CONFIG, "special_tokens_map.json", "added_tokens.json", "tokenizer.json"):
             path = directory / name
-            content = json.loads(path.read_bytes()) if path.exists() else {}
+            content = json.loads(path.read_bytes()) if path.is_file() else {}
             if name == CONFIG:
                 is_sentencepiece = not vocabularies or vocabularies[0].name == PIECES
                 content = _deciding(content, is_sentencepiece)
@@ -48,7 +48,7 @@ def tokenizer_checksum(directory: Path) -> str:
     except (OSError, ValueError, TypeError, RecursionError) as error:
         problem = f"cannot read the tokenizer in {directory}: {error}"
         raise Problem(problem, "Copy or download it again") from None
-    if not vocabularies and not (directory / "tokenizer.json").exists():
+    if not vocabularies and not (directory / "tokenizer.json").is_file():
         problem = f"{directory} has neither {PIECES} nor another tokenizer file"
         raise Problem(problem, "Set another TOKENIZER_MODEL")
     return checksum.hexdigest()

@@ -209,7 +209,9 @@ def record_path(prefix: Path) -> Path:
 def read_record(prefix: Path) -> dict[str, Any]:
     """The record that says where the files of this prefix came from; empty if there is no such record."""
     try:
-        record = json.loads(record_path(prefix).read_text(encoding="utf-8"))
+        path = record_path(prefix)
+        # A pipe of that name would keep its reader waiting.
+        record = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
         return record if isinstance(record["source"], str) else {}
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return {}

@@ -1,9 +1,8 @@
 """What DeepSpeed's JSON may say: one check of keys and values, for a strategy's file before a run and for a record.
 
-DeepSpeed takes these options as they are. All else is refused, because it comes from the settings, has no effect here,
-or changes what is trained: contiguous_gradients, reduce_scatter, allgather_partitions and round_robin_gradients
-together did so with ZeRO-2. Values are as strict as keys: DeepSpeed reads "false" as true, and "auto" is a word of
-another library.
+What changes neither the trained numbers nor what is measured passes. An option that would change them may stand at its
+default, and any other value of it is refused with what would go wrong. What comes from the settings is refused.
+Values are as strict as keys: DeepSpeed reads "false" as true, and "auto" is a word of another library.
 """
 
 import math
@@ -60,8 +59,26 @@ def names(value: Any) -> str | None:
     return None if is_list else "a list of names"
 
 
+def at_default(default: Any, why: str) -> Check:
+    """Of an option that may only have DeepSpeed's own default; why: what another value would do."""
+
+    def check(value: Any) -> str | None:
+        is_default = value == default and isinstance(value, bool) == isinstance(default, bool)
+        return None if is_default else f"{_shown(default)}, its default, because {why}"
+
+    return check
+
+
+def left_out(why: str) -> Check:
+    """Of an option that may not be given at all."""
+    return lambda _: f"left out: {why}"
+
+
 Options = Mapping[str, "Check | Options"]
 
+# With these four together, ZeRO-2 trained another model in DeepSpeed 0.18.3.
+OTHER_REDUCTION = "gradients would be added in another way, which trained another model with ZeRO-2"
+OTHER_TRAFFIC = "it is another strategy than the one that the comparison names"
 OFFLOADING: Options = {
     "device": one_of(*DEVICES),
     "pin_memory": switch,
@@ -86,13 +103,82 @@ ZERO: Options = {
     "stage3_max_live_parameters": whole(0),
     "stage3_max_reuse_distance": whole(0),
     "stage3_module_granularity_threshold": whole(0),
+    # What is saved, checked or warned of, not what is trained.
+    "stage3_gather_16bit_weights_on_model_save": switch,
+    "stage3_gather_fp16_weights_on_model_save": switch,
+    "ignore_unused_parameters": switch,
+    "use_multi_rank_bucket_allreduce": switch,
+    "log_trace_cache_warnings": switch,
+    "pipeline_loading_checkpoint": switch,
+    "contiguous_gradients": at_default(True, OTHER_REDUCTION),
+    "reduce_scatter": at_default(True, OTHER_REDUCTION),
+    "allgather_partitions": at_default(True, OTHER_REDUCTION),
+    "round_robin_gradients": at_default(False, OTHER_REDUCTION),
+    "legacy_stage1": at_default(False, OTHER_REDUCTION),
+    "load_from_fp32_weights": at_default(True, "a resumed run would continue from rounded weights"),
+    "elastic_checkpoint": at_default(False, "RESUME would not find the checkpoint's files"),
+    "stage3_use_all_reduce_for_fetch_params": at_default(False, OTHER_TRAFFIC),
+    "stage3_allgather_sequential": at_default(False, OTHER_TRAFFIC),
+    "zero_hpz_partition_size": at_default(1, OTHER_TRAFFIC),
+    "mics_shard_size": at_default(-1, OTHER_TRAFFIC),
+    "mics_hierarchical_params_gather": at_default(False, OTHER_TRAFFIC),
+    "zero_quantized_weights": at_default(False, "weights would be rounded before they are sent"),
+    "zero_quantized_nontrainable_weights": at_default(False, "weights would be rounded before they are sent"),
+    "zero_quantized_gradients": at_default(False, "gradients would be rounded before they are added"),
 }
+OFF: Options = {"enabled": at_default(False, "it would train, or measure, something else")}
+OWN_LOG: Options = {"enabled": at_default(False, "the engine sends its metrics to W&B itself")}
 # A strategy's file.
 STRATEGY: Options = {
     "zero_optimization": ZERO,
     "communication_data_type": one_of(*DATA_TYPES),
     "comms_logger": {"enabled": switch, "verbose": switch, "prof_all": switch, "debug": switch, "prof_ops": names},
     "wall_clock_breakdown": switch,
+    "dump_state": switch,
+    "memory_breakdown": switch,
+    "zero_allow_untested_optimizer": switch,
+    "aio": {
+        "block_size": whole(1),
+        "queue_depth": whole(1),
+        "intra_op_parallelism": whole(1),
+        "thread_count": whole(1),
+        "single_submit": switch,
+        "overlap_events": switch,
+        "use_gds": switch,
+    },
+    "checkpoint": {
+        "tag_validation": one_of("Ignore", "Warn", "Fail", "IGNORE", "WARN", "FAIL"),
+        "load_universal": at_default(False, "RESUME decides what is loaded"),
+        "use_node_local_storage": at_default(False, "RESUME would not find the checkpoint's files"),
+    },
+    "activation_checkpointing": {
+        "partition_activations": at_default(False, "RECOMPUTE decides it"),
+        "cpu_checkpointing": at_default(False, "RECOMPUTE decides it"),
+        "contiguous_memory_optimization": at_default(False, "RECOMPUTE decides it"),
+        "number_checkpoints": at_default(None, "RECOMPUTE decides it"),
+        "synchronize_checkpoint_boundary": at_default(False, "RECOMPUTE decides it"),
+        "profile": at_default(False, "RECOMPUTE decides it"),
+    },
+    "prescale_gradients": at_default(False, "gradients would be rounded in another place"),
+    "gradient_predivide_factor": at_default(1.0, "gradients would be rounded in another place"),
+    "sparse_gradients": at_default(False, OTHER_REDUCTION),
+    "disable_allgather": at_default(False, OTHER_TRAFFIC),
+    "zero_force_ds_cpu_optimizer": at_default(True, "offloading would use another Adam"),
+    "flops_profiler": OFF,
+    "amp": OFF,
+    "autotuning": OFF,
+    "elasticity": OFF,
+    "compile": OFF,
+    "tensorboard": OWN_LOG,
+    "wandb": OWN_LOG,
+    "csv_monitor": OWN_LOG,
+    "comet": OWN_LOG,
+    "data_types": {
+        "grad_accum_dtype": at_default(None, "several releases then train another model (docs/generated/ledger.md)"),
+    },
+    "optimizer": left_out("the engine makes Adam from LR, WEIGHT_DECAY and the arguments after --"),
+    "scheduler": left_out("the engine follows LR, MIN_LR and LR_WARMUP_ITERS"),
+    "gradient_accumulation_steps": left_out("it follows from GLOBAL_BATCH_SIZE, MICRO_BATCH_SIZE and the processes"),
 }
 PRECISION: Options = {"enabled": switch}
 # What the settings add for a run.
@@ -154,7 +240,7 @@ def _check(value: Any, options: "Check | Options", source: str, path: str) -> No
         raise Problem(f"{source}: {place} must be an object of options, found {_shown(value)}", "Write it in braces")
     unknown = sorted(value.keys() - options.keys())
     if unknown:
-        said = f"{', '.join(_joined(path, name) for name in unknown)} would have no effect or change what is trained"
+        said = f"{', '.join(_joined(path, name) for name in unknown)} is not an option that this project knows"
         remedy = f"Remove it. {WHY_NO_CURRICULUM}" if CURRICULUM.intersection(unknown) else "Remove it"
         raise Problem(f"{source}: {said}. It may have: {', '.join(options)}", remedy)
     for name, inner in value.items():

@@ -21,7 +21,7 @@ from t5bench.__main__ import main
 from t5bench.corpus import source
 from t5bench.corpus.checksum import describes
 from t5bench.corpus.convert import convert_source
-from t5bench.corpus.index import read_index, write_index
+from t5bench.corpus.index import read_index, read_record, write_index
 from t5bench.corpus.source import Source
 from t5bench.corpus.tokenizer import DocumentEncoder, copy_tokenizer
 
@@ -243,3 +243,8 @@ def test_parts_that_do_not_match_are_not_merged(tmp_path: Path, capsys: pytest.C
     assert record == record | {"tokenizer_checksum": "1", "documents": 8, "dtype": "uint16"}
     assert describes(record, str(tmp_path / "new" / "all")) and documents_of(tmp_path / "new" / "all") == DOCUMENTS * 2
     assert "all.bin already exists and is never overwritten" in merge("a", "b")
+
+
+def test_a_pipe_in_place_of_the_record_keeps_nobody_waiting(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "data.meta.json")
+    assert read_record(tmp_path / "data") == {}
