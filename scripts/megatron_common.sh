@@ -16,12 +16,11 @@
 # them, this declaration, the nodes and this machine.
 
 source "${BASH_SOURCE[0]%/*}/common.sh"
-remember_signals
 
 STRATEGY_COLOUR='' STRATEGY_TP=1 STRATEGY_PP=1 STRATEGY_DS_CONFIG='' STRATEGY_FLAGS='' STRATEGY_FAMILIES='' STRATEGY_ENGINES=''
 
 run_strategy() {
-  local declaration
+  local declaration command
   printf -v declaration '%s\t' "$STRATEGY" "$STRATEGY_TITLE" "$STRATEGY_PORT" "$STRATEGY_TP" "$STRATEGY_PP" \
     "$STRATEGY_DS_CONFIG" "$STRATEGY_COLOUR" "$STRATEGY_FAMILIES" "$STRATEGY_ENGINES"
   declaration+=$STRATEGY_FLAGS
@@ -31,47 +30,15 @@ run_strategy() {
   fi
   parse_arguments "$@"
   resolve_nodes "${POSITIONAL[@]}"
-  if [[ -n $DRY_RUN ]]; then
-    trap - "${ENDING_SIGNALS[@]}"
-    plan "$DRY_RUN" "$declaration" -- "${EXTRA_ARGUMENTS[@]}"
-    return
-  fi
-  # Sets OUTPUT_DIR, DEVICE, NODE_RANK and MASTER_PORT, and the arrays that run_torchrun uses.
-  ask launch "$declaration" "$$" -- "${EXTRA_ARGUMENTS[@]}"
-  run_torchrun
-}
-
-# Runs torchrun with the engine's program and arguments, its output going to the recorder, and says how the run ended.
-run_torchrun() {
-  local exit_status=0 node=$OUTPUT_DIR/node$NODE_RANK status='' reason='' remedy=''
-  # Beyond the file-size limit (ulimit -f), or with nobody left to read, a write fails, but this shell continues.
-  trap '' XFSZ PIPE
-  run_to_end record_run "$node.end" \
-    env "${ENVIRONMENT[@]}" "$PYTHON" -m torch.distributed.run "${RENDEZVOUS[@]}" "${PROGRAM[@]}" "${ARGUMENTS[@]}" || exit_status=$?
-  # On a machine without GPUs, DeepSpeed leaves these in memory, 66 MiB for each process.
-  [[ $DEVICE != cpu ]] || rm -f -- "/dev/shm/deepspeed_allreduce_buffer_${UID}_${MASTER_ADDR}_${MASTER_PORT}_"*
-  [[ ! -f $node.status ]] || { read -r status reason && read -r remedy; } 2>/dev/null <"$node.status" || true
-  if [[ $status == running ]]; then
-    status=crashed reason="the recorder was killed" remedy=''
-    [[ -z $interrupted_by ]] || status=cancelled reason="$interrupted_by received, and the recorder did not stop"
-    printf '%s %s\n\n' "$status" "$reason" >"$node.status" || true
-  fi
-  [[ -n $status ]] || { status=crashed reason="its record cannot be read: $OUTPUT_DIR was removed or is not writable" remedy=''; }
-  if ((exit_status == 0)); then
-    note "$STRATEGY: complete; record in $OUTPUT_DIR"
-  else
-    note "error: $STRATEGY on node $NODE_RANK: $status: $reason"
-    [[ -z $remedy ]] || note "       $remedy"
-    note "       exit status $exit_status; the output is in $node.log"
-  fi
-  return "$exit_status"
-}
-
-# Records the run's output, from standard input; see t5bench/run/recorder.py.
-record_run() {
-  local node=$OUTPUT_DIR/node$NODE_RANK
-  cd -- "$REPO_ROOT" || exit
-  exec "$PYTHON" -m t5bench record --plan "$node.plan" --end-file "$node.end" --launcher "$$" --mark "$1"
+  [[ -z $DRY_RUN ]] || exec_plan "$DRY_RUN" "$declaration" -- "${EXTRA_ARGUMENTS[@]}"
+  command=$(exec_plan launch "$declaration" "$$" -- "${EXTRA_ARGUMENTS[@]}") || exit
+  # shellcheck disable=SC2034 # read by that file, of which only the arrays are wanted here
+  LAUNCHED=1
+  # shellcheck disable=SC1090 # what --dry-run prints: OUTPUT_DIR, NODE_RANK, PYTHON and the arrays
+  source "$command"
+  # The recorder starts torchrun, passes its output on and says how the run ended; see t5bench/run/recorder.py.
+  exec "$PYTHON" "$REPO_ROOT/t5bench" record "$OUTPUT_DIR" "$NODE_RANK" -- \
+    env "${ENVIRONMENT[@]}" "$PYTHON" -m torch.distributed.run "${RENDEZVOUS[@]}" "${PROGRAM[@]}" "${ARGUMENTS[@]}"
 }
 
 print_usage() {

@@ -78,14 +78,14 @@ def write_data_record(prefix: Path, **content: object) -> None:
     Path(f"{prefix}.meta.json").write_text(json.dumps({"source": "stub", "files": files} | content))
 
 
-def processes_with(text: str) -> list[int]:
-    """Other processes that have this text in the environment they were started with."""
+def processes_with(text: str, but: int = 0) -> list[int]:
+    """Other processes, but for one, that have this text in the environment they were started with."""
     found = []
     for path in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):
             if text.encode() in path.read_bytes():
                 found.append(int(path.parent.name))
-    return [pid for pid in found if pid != os.getpid()]
+    return [pid for pid in found if pid not in (os.getpid(), but)]
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> None:
@@ -222,19 +222,18 @@ def write_plan(path: Path, plan: Plan) -> None:
 
 
 def record(
-    directory: Path, output: str, *, end: str | None = "0 ", node: int = 0, nodes: int = 1, **settings: str
+    directory: Path, output: str, *, end: str = "exit 0", node: int = 0, nodes: int = 1, **settings: str
 ) -> subprocess.CompletedProcess:
-    """What `python -m t5bench record` makes of this output, with one process on each node; end is what the launcher
-    says: exit status, signal."""
+    """What `python -m t5bench record` makes of a command that prints this output, with one process on each node, and
+    then does `end`, in a shell whose $PPID is the recorder."""
     directory.mkdir(parents=True, exist_ok=True)
-    end_file, words = directory / "end", directory.parent / f"{directory.name}.plan"
-    if end is not None:
-        end_file.write_text(end)
+    printed = directory.parent / f"{directory.name}.printed"
+    printed.write_text(output)
     fixed = {"LOG_INTERVAL": "1", "SAMPLE_INTERVAL": "1", "WATCHDOG_SECONDS": "0", "MASTER_PORT": "1"}
     chosen = {"OUTPUT_DIR": str(directory)} | fixed | settings
     fields = {"node": node, "engine": "native", "master_address": "127.0.0.1", "output_dir": str(directory)}
-    write_plan(words, made_plan("ddp", chosen, nodes=nodes, world_size=nodes, **fields))
-    command = [sys.executable, "-m", "t5bench", "record", "--plan", str(words), "--end-file", str(end_file)]
-    command += ["--launcher", str(os.getpid()), "--mark", "none"]
-    text = output.encode()
-    return subprocess.run(command, cwd=REPO_ROOT, input=text, capture_output=True, timeout=60, check=False)
+    plan = made_plan("ddp", chosen, nodes=nodes, world_size=nodes, **fields)
+    write_plan(directory / f"node{node}.plan", plan)
+    command = [sys.executable, "-m", "t5bench", "record", str(directory), str(node), "--"]
+    command += ["sh", "-c", f'cat "$0"; {end}', str(printed)]
+    return subprocess.run(command, cwd=REPO_ROOT, capture_output=True, timeout=60, check=False)

@@ -1,24 +1,23 @@
-"""The planning process that scripts start before anything else, and its one answer: a piece of bash.
+"""The planning process that scripts start before anything else, and its one answer, on standard output.
 
-    python -m t5bench.plan DIRECTORY launch DECLARATION LAUNCHER -- ...   prepares a run, answers with its command
+    python -m t5bench.plan DIRECTORY launch DECLARATION LAUNCHER -- ...   prepares a run, prints the file of its command
     python -m t5bench.plan DIRECTORY dry-run DECLARATION -- ...           prints the command as a script
     python -m t5bench.plan DIRECTORY json DECLARATION -- ...              prints the whole plan, for programs
     python -m t5bench.plan DIRECTORY help DECLARATION                     prints a launcher's settings
-    python -m t5bench.plan DIRECTORY script NAME                          answers with the values of a script's settings
-    python -m t5bench.plan DIRECTORY script-help NAME                     prints a script's settings
+    python -m t5bench.plan DIRECTORY script NAME                          prints a script's settings as assignments
+    python -m t5bench.plan DIRECTORY script-help NAME                     prints a script's settings for people
 
 DIRECTORY is where the user typed the command. DECLARATION is a launcher's, LAUNCHER its process id; engine arguments
-follow ``--``. Settings, hosts and the rank are in the environment.
+follow ``--``. Settings, hosts and the rank are in the environment. This process ends with the script that started it.
 """
 
+import ctypes
 import errno
 import json
 import os
-import select
 import shlex
 import signal
 import sys
-import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -30,38 +29,35 @@ from t5bench.plan.launchers import declaration
 from t5bench.plan.planner import plan
 from t5bench.plan.scripts import SCRIPTS, script_defaults, script_values
 from t5bench.plan.settings import help_lines, help_text, values_from
-from t5bench.record.command import arrays, script
+from t5bench.record.command import script
 from t5bench.record.plan import Plan
 from t5bench.record.settings import DEFAULT_TOKENIZER, declarations_of
 from t5bench.record.status import SPACE_REMEDY
 from t5bench.text import guard_streams, visible
 
+PR_SET_PDEATHSIG = 1
+ANSWER = 1
+
 
 def answer(text: str) -> None:
-    """To the script, on the file descriptor that it reads: a site's own start-up code may print on standard output.
-
-    The script may just have gone, or the user may read only the first lines.
-    """
+    """To the script; the user may read only the first lines."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    number = os.environ.get("T5_ANSWER")
-    if number is None:
-        sys.stdout.write(text)
-    else:
-        with os.fdopen(int(number), "w", errors="surrogateescape") as stream:
-            stream.write(text)
-
-
-def answer_script(assignments: str) -> None:
-    """To the script that sources the answer; without the last line, it knows that this process was ended."""
-    answer(f"{assignments}answered=1\n")
+    with os.fdopen(ANSWER, "w", errors="surrogateescape", closefd=False) as stream:
+        stream.write(text)
 
 
 def end_with_script() -> None:
-    """Ends this process, which may be waiting long for other nodes, once nobody can read its answer any more."""
-    reader = select.poll()
-    reader.register(int(os.environ.get("T5_ANSWER", sys.stdout.fileno())), 0)
-    reader.poll()
-    os._exit(EXIT_CONFIGURATION)
+    """Lets the kernel end this process, which may be waiting long for other nodes, if the script is gone."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # without a traceback
+
+
+def keep_the_answer_apart() -> int:
+    """The descriptor of the answer. What a site's own start-up code has printed goes to standard error."""
+    descriptor = os.dup(sys.stdout.fileno())
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    sys.stdout.flush()
+    return descriptor
 
 
 # ---- launchers -------------------------------------------------------------------------------------------------------
@@ -71,11 +67,11 @@ def begin(planned: Plan, launcher: int) -> Plan:
     """Claims and prepares the run directory. launcher: its process id."""
     directory = Path(planned.output_dir)
     try:
+        killed = place.killed_launcher(planned)
         claim.take_for_run(directory, planned.node, launcher, place.run_facts(planned))
+        planned = replace(planned, notes=[*planned.notes, *killed])
         planned = choose_checkpoint(planned, agree=True)
         if not planned.obstacles:
-            # From here on the directory says that a run is in progress, until the launcher ends it in order.
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
             place.prepare_directory(planned, launcher, script(planned))
     except Problem as problem:
         planned = stopped(planned, Problem(problem.found, problem.remedy, "running", fatal=False))
@@ -156,8 +152,7 @@ def headline(planned: Plan) -> str:
 
 
 def launch(planned: Plan, launcher: int) -> int:
-    """Prepares the run and answers with what the launcher runs."""
-    threading.Thread(target=end_with_script, daemon=True).start()
+    """Prepares the run and answers with the file of its command."""
     if not planned.obstacles:
         planned = begin(with_toolkit(planned), launcher)
     if planned.layout:
@@ -165,11 +160,7 @@ def launch(planned: Plan, launcher: int) -> int:
     if not tell(planned, is_dry_run=False):
         return EXIT_CONFIGURATION
     note(headline(planned))
-    place_lines = (
-        f"OUTPUT_DIR={shlex.quote(planned.output_dir)}\n"
-        f"DEVICE={planned.device} NODE_RANK={planned.node} MASTER_PORT={planned.value('MASTER_PORT')}\n"
-    )
-    answer_script(place_lines + arrays(planned))
+    answer(f"{place.command_file(planned)}\n")
     return 0
 
 
@@ -202,7 +193,7 @@ def script_settings(name: str, directory: str) -> int:
         note(Problem(problem, remedy).report)
         return EXIT_CONFIGURATION
     values["DEFAULT_TOKENIZER"] = DEFAULT_TOKENIZER
-    answer_script("".join(f"{setting}={shlex.quote(value)}\n" for setting, value in values.items()))
+    answer("".join(f"{setting}={shlex.quote(value)}\n" for setting, value in values.items()))
     return 0
 
 
@@ -224,5 +215,7 @@ def main(words: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    ANSWER = keep_the_answer_apart()
     guard_streams()
+    end_with_script()
     sys.exit(main(sys.argv[1:]))

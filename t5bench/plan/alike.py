@@ -4,7 +4,6 @@ import hashlib
 import os
 from collections.abc import Mapping
 
-from t5bench.record import machine
 from t5bench.record.plan import Plan
 
 # How much of two plans is compared and shown: a longer value counts by its checksum.
@@ -16,6 +15,8 @@ REMEDY = "Start every node with the same launcher, settings and engine arguments
 
 def facts_of(plan: Plan) -> dict[str, str]:
     """What the plan has in common with the other nodes of its run, without secrets, as others may see it."""
+    from t5bench.record import machine  # a worker, which only compares, need not load it
+
     shown = machine.hide(plan.common, machine.secrets(os.environ))
     return {name[:LONGEST_VALUE]: _short(value) for name, value in list(shown.items())[:MOST_VALUES]}
 

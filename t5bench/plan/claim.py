@@ -114,14 +114,11 @@ def is_held(directory: Path, node: int) -> bool:
     return path is not None and _is_live(path, _server_time(directory))
 
 
-def keep(directory: Path, name: str, pid: int) -> None:
-    """Makes this process hold that process's claim too, and show until its end that it is alive."""
+def keep(directory: Path, name: str) -> None:
+    """Shows other hosts, until this process ends, that the holder of the claim is alive."""
     path = _newest(directory, name)
-    holder = _read(path) if path else None
-    if not path or not holder or (pid, _started(pid)) not in holder.processes:
+    if not path:
         return
-    both = [*holder.processes, (os.getpid(), _started(os.getpid()))]
-    write_whole(path, json.dumps(asdict(replace(holder, processes=both))))
 
     def touch() -> None:
         while True:

@@ -22,6 +22,7 @@ from t5bench.record.files import RecordError, read
 from t5bench.record.machine import installed_version
 from t5bench.record.plan import Plan, by_name
 from t5bench.record.settings import DEFAULT_TOKENIZER
+from t5bench.record.status import RUNNING
 
 CORPUS = "xsum_text_document"
 _CHECKPOINT = re.compile(r"(?:iter_|global_step)(\d+)")
@@ -186,6 +187,15 @@ def check_output_directory(plan: Plan) -> list[Problem]:
     return []
 
 
+def killed_launcher(plan: Plan) -> list[str]:
+    """What to tell of an earlier launcher of this node that left the directory without a word."""
+    with contextlib.suppress(OSError, ValueError, RecordError):
+        word, host, pid = read(Path(plan.output_dir, f"node{plan.node}.status")).decode().split()
+        if word == RUNNING and host == socket.gethostname():
+            return [f"the earlier run in {plan.output_dir} has no end: its launcher (process {int(pid)}) was killed"]
+    return []
+
+
 def _finished_run(plan: Plan, directory: Path) -> Problem:
     """The one command after which this run can start, and that keeps the finished one."""
     found = f"{directory} already holds a finished run, which is never overwritten"
@@ -270,12 +280,10 @@ def prepare_directory(plan: Plan, launcher: int, script: str) -> None:
     for stack in directory.glob(f"{name}.stack.*"):  # of a run that was killed
         stack.unlink()
     # Before anything starts, so that a lack of inodes or space shows now and not later.
-    for suffix in ("log", "samples.jsonl", "end"):
-        (directory / f"{name}.{suffix}").write_text(f"{'':80}\n" if suffix == "end" else "")
-    if plan.layout.nnodes > 1:
-        (directory / f"{name}.gate").write_text("")  # torchrun starts when the recorder has removed it
+    for suffix in ("log", "samples.jsonl"):
+        (directory / f"{name}.{suffix}").write_text("")
     (directory / f"{name}.plan").write_text(json.dumps(plan.to_json()))
-    (directory / f"{name}.command.sh").write_text(script)
+    command_file(plan).write_text(script)
     wandb_config = plan.environment.get("WANDB_SWEEP_PARAM_PATH", "")
     if wandb_config.startswith(f"{directory}/"):
         # Without the file W&B does not start.
@@ -286,6 +294,11 @@ def prepare_directory(plan: Plan, launcher: int, script: str) -> None:
         own.write_text(ds_config_text(plan))
         own.replace(directory / "ds_config.json")
     (directory / f"{name}.status").write_text(f"running {socket.gethostname()} {launcher}\n")
+
+
+def command_file(plan: Plan) -> Path:
+    """The run's command as bash: a launcher reads its arrays, and people can paste it."""
+    return Path(plan.output_dir, f"node{plan.node}.command.sh")
 
 
 def _keep_earlier_of_run(directory: Path, node: int, nodes: int) -> None:

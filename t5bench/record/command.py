@@ -1,4 +1,4 @@
-"""A plan's command as a piece of bash: for the launcher, for people to paste, and for whoever checks a record."""
+"""A plan's command as a piece of bash: for its launcher, for people to paste, and for whoever checks a record."""
 
 import json
 import shlex
@@ -6,6 +6,10 @@ from collections.abc import Sequence
 
 from t5bench.record.plan import Plan
 from t5bench.text import visible
+
+END_OF_ARRAYS = """# A launcher reads this far, and starts the same command with its recorder.
+[[ -z ${LAUNCHED:-} ]] || return 0
+"""
 
 
 def quoted(word: str) -> str:
@@ -55,14 +59,18 @@ def _array(name: str, words: Sequence[str]) -> str:
 def script(plan: Plan) -> str:
     """A script that does what the launcher does, to paste or to pipe to bash."""
     output_dir = quoted(plan.output_dir)
-    lines = [f"mkdir -p {output_dir}\n"]
+    files = [f"mkdir -p {output_dir}\n"]
     if plan.ds_config:
         file = quoted(f"{plan.output_dir}/ds_config.json")
-        lines.append(f"cat >{file} <<'JSON'\n{ds_config_text(plan)}JSON\n")
+        files.append(f"cat >{file} <<'JSON'\n{ds_config_text(plan)}JSON\n")
     wandb_config = plan.environment.get("WANDB_SWEEP_PARAM_PATH", "")
     if wandb_config:
-        lines.append(f"echo 'wandb_version: 1' >{quoted(wandb_config)}\n")
-    lines.append(arrays(plan))
-    torchrun = " ".join(map(quoted, plan.torchrun))
-    lines.append(f'env "${{ENVIRONMENT[@]}}" {torchrun} "${{RENDEZVOUS[@]}}" "${{PROGRAM[@]}}" "${{ARGUMENTS[@]}}"\n')
-    return "".join(lines)
+        files.append(f"echo 'wandb_version: 1' >{quoted(wandb_config)}\n")
+    if not plan.python:  # an earlier version's
+        return "".join([*files, arrays(plan), _command("torchrun")])
+    places = f"OUTPUT_DIR={output_dir} NODE_RANK={plan.node} PYTHON={quoted(plan.python)}\n"
+    return "".join([places, arrays(plan), END_OF_ARRAYS, *files, _command('"$PYTHON" -m torch.distributed.run')])
+
+
+def _command(torchrun: str) -> str:
+    return f'env "${{ENVIRONMENT[@]}}" {torchrun} "${{RENDEZVOUS[@]}}" "${{PROGRAM[@]}}" "${{ARGUMENTS[@]}}"\n'

@@ -1,6 +1,6 @@
 """Stops a run that would not stop otherwise, and judges how it ended.
 
-The guard acts if the launcher was killed, another node failed or left, or the run hangs. Each worker that it ends
+The guard acts if another node failed or left, or the run hangs. Each worker that it ends
 leaves its stacks in a file (see worker.py), which shows where it was.
 """
 
@@ -34,7 +34,6 @@ TERM_SECONDS = 10
 END_SECONDS = 25
 START_SECONDS = 30
 STACK_SECONDS = 3
-SUSPENDED_SECONDS = 5
 _FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>.+)', re.MULTILINE)
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x.*?(?=^Current thread|^Thread 0x|\Z)", re.MULTILINE | re.DOTALL)
 # Other threads begin in threading.py. Which one is the current is chance: the one that the signal found.
@@ -112,9 +111,8 @@ def began_anew(plan: Plan, trained: int) -> Cause | None:
 class Guard:
     """Checks once a second, in its own thread. ``cause`` says why it stopped the run, if it did."""
 
-    def __init__(self, plan: Plan, launcher: int, mark: str, peers: Peers, stacks: Stacks, reports: Reports) -> None:
+    def __init__(self, plan: Plan, mark: str, peers: Peers, stacks: Stacks, reports: Reports) -> None:
         self.plan = plan
-        self.launcher = launcher
         self.mark = mark
         self.peers = peers
         self.stacks = stacks
@@ -125,7 +123,6 @@ class Guard:
         self.workers_due_at: float | None = time.monotonic() + due_in
         self.cause: Cause | None = None
         self.others_failed_at: float | None = None
-        self.torchrun_stopped_at: float | None = None
         self.ended = threading.Event()
         self.thread = threading.Thread(target=self._watch, daemon=True)
         self.thread.start()
@@ -137,12 +134,11 @@ class Guard:
         self.cause = self.cause or self.peers.conflict
 
     def _watch(self) -> None:
-        while os.getppid() == self.launcher and not self.cause:
+        while not self.cause:
             if self.ended.wait(1):
                 return
             if self.reports.has_new_sign():
                 self.peers.trains()
-            self._resume_torchrun()
             self.cause = (
                 self.peers.conflict
                 or self._others_failed()
@@ -151,19 +147,6 @@ class Guard:
                 or self._stands_still()
             )
         processes.end(self.mark, TERM_SECONDS)
-
-    def _resume_torchrun(self) -> None:
-        """A suspended torchrun would notice neither the failure of a worker nor the end of all of them."""
-        torchrun = [process for process in processes.marked(self.mark) if process.info["ppid"] == self.launcher]
-        if not any(process.info["status"] == psutil.STATUS_STOPPED for process in torchrun):
-            self.torchrun_stopped_at = None
-            return
-        self.torchrun_stopped_at = self.torchrun_stopped_at or time.monotonic()
-        if time.monotonic() - self.torchrun_stopped_at >= SUSPENDED_SECONDS:
-            note("torchrun was suspended; resuming it")
-            for process in torchrun:
-                with contextlib.suppress(psutil.Error):
-                    process.send_signal(signal.SIGCONT)
 
     def _others_failed(self) -> Cause | None:
         failed = [end for end in self.peers.ends.values() if end["status"] != ends.COMPLETE]
@@ -227,17 +210,6 @@ class Guard:
 # ---- how it ended ----------------------------------------------------------------------------------------------------
 
 
-def read_end(path: Path) -> tuple[int | None, str | None]:
-    """Exit status and signal as the launcher wrote them; None for both until it has."""
-    if not path.is_file():  # a pipe in its place would make this wait
-        return None, None
-    try:
-        words = path.read_text().split()
-        return int(words[0]), words[1] if len(words) > 1 else None
-    except (OSError, ValueError, IndexError):
-        return None, None
-
-
 def cause_of(
     plan: Plan,
     output: Output,
@@ -249,8 +221,8 @@ def cause_of(
 ) -> Cause | None:
     """Why this node's processes ended; None if they finished or the run was cancelled.
 
-    exit_status: None from a launcher that was killed before it could write it. kernel_kills, refused_starts: how often
-    the kernel killed a process here because memory was full, and refused to start one, during the run.
+    exit_status: torchrun's; None if it was not started. kernel_kills, refused_starts: how often the kernel killed a
+    process here because memory was full, and refused to start one, during the run.
     """
     reported = output.finder.cause([report.cause for report in guard.reports.read()])
     has_waited = reported and reported.status == ends.TIMEOUT and reported.strength == Strength.WAITED
@@ -264,9 +236,6 @@ def cause_of(
         return Cause.now(ends.TIMEOUT, "SLURM's time limit ended the job", remedy)
     if interrupted_by:
         return reported if strength == Strength.CAUSE else None
-    if exit_status is None and not output.unwritten:
-        remedy = "A user may have done this, or the kernel because memory ran out; its processes were stopped"
-        return Cause.now(ends.CRASHED, "the launcher was killed before its run ended", remedy)
     # A run that the guard ends does not exit with 0. If it did, the guard came when all was over.
     guarded = guard.cause if exit_status != 0 else None
     if guarded and guard.peers.conflict:

@@ -1,21 +1,21 @@
-"""A ``tee`` that understands what it sees: it passes a node's output on, logs it with times, and writes the record.
+"""A ``tee`` that understands what it sees, and the parent of a node's torchrun.
 
-The launcher starts it next to torchrun, and reports in a file how torchrun ended; the recorder reads this file when the
-output ends. So one process sees all of a run and survives whatever fails in it; if the launcher is killed, the file
-stays empty. Every wait at the end of a run is limited.
+It starts torchrun, passes its output on, logs it with times, ends it when a signal or the guard says so, writes the
+record, and says in one sentence how the run ended. If it is killed, the kernel ends torchrun, and this the workers.
+Every wait at the end of a run is limited.
 """
 
 import argparse
 import contextlib
 import errno
+import glob
 import json
 import os
-import shutil
 import signal
 import socket
 import sys
-import tempfile
 import threading
+import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from t5bench import REPOSITORY, note
-from t5bench.plan import claim
+from t5bench.plan import alike, claim
 from t5bench.plan.channel import Place
 from t5bench.plan.ports import peer_port
 from t5bench.record import machine
@@ -34,11 +34,13 @@ from t5bench.record.records import FORMAT, write_run
 from t5bench.record.status import PROCESSES_REMEDY, SPACE_REMEDY, Cause, Status, now, of_run
 from t5bench.run import guard as guards
 from t5bench.run import processes
-from t5bench.run.guard import Guard, Stacks, knows_little, read_end
+from t5bench.run.agreement import COMMON
+from t5bench.run.guard import Guard, Stacks, knows_little
 from t5bench.run.output import Output, pass_on, timestamp
 from t5bench.run.peers import Peers, fields_of
 from t5bench.run.reports import Reports, reports_prefix
 from t5bench.run.sampler import Sampler, link_speeds
+from t5bench.run.training import Training
 
 # How long a node that lost its connection or waited for others waits for the reason: the others' guards act after
 # GRACE_SECONDS, collect the stacks of their workers and end them.
@@ -51,23 +53,22 @@ COMPARING_SECONDS = 5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--plan", type=Path, required=True, help="file with the plan as JSON")
-    parser.add_argument("--end-file", type=Path, required=True, help="where the launcher writes: exit status, signal")
-    parser.add_argument("--launcher", type=int, required=True, help="process id of the launcher, whose child this is")
-    parser.add_argument("--mark", required=True, help="T5_RUN_MARK of the run's processes")
+    parser.add_argument("directory", type=Path, help="the run directory, which the launcher has prepared")
+    parser.add_argument("node", type=int, help="this node's rank")
+    parser.add_argument("words", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="what to run and record")
 
 
 class Part:
     """This node's part of the record, and the files that hold it; recorded: the plan without secrets."""
 
-    def __init__(self, plan: Plan, recorded: Mapping[str, Any], launcher: int, hidden: Sequence[str]) -> None:
+    def __init__(self, plan: Plan, recorded: Mapping[str, Any], hidden: Sequence[str]) -> None:
         assert plan.layout
         self.plan = plan
         self.hidden = hidden
         self.is_described = False
         self.place = {"node": plan.node, "nnodes": plan.layout.nnodes, "host": socket.gethostname()}
         unknown = dict.fromkeys(("cause", "exit_status", "signal", "ended", "attempt", "padded_vocab_size"))
-        self.content: dict[str, Any] = {"format": FORMAT, **self.place, "pid": launcher}
+        self.content: dict[str, Any] = {"format": FORMAT, **self.place, "pid": os.getpid()}
         self.content |= {"started": timestamp(now()), "plan": recorded, "peak_memory": []}
         self.content |= {"status": ends.RUNNING, "reason": "", "remedy": "", **unknown}
 
@@ -113,7 +114,7 @@ class Part:
             write_json(self.file("json"), self.content)
 
     def say(self, text: str) -> None:
-        """Writes to the file that the launcher reads at the end, and the next launcher before it starts."""
+        """Writes to the file that the next launcher reads before it starts."""
         with contextlib.suppress(OSError):
             overwrite(self.file("status"), text)
 
@@ -163,7 +164,7 @@ class Part:
 
     def _set_aside_what_is_no_file(self) -> None:
         """A directory or a pipe under the name of a file of the record would end the run, or make its launcher wait."""
-        own = [self.file(suffix) for suffix in ("log", "json", "samples.jsonl", "status", "end", "sha256")]
+        own = [self.file(suffix) for suffix in ("log", "json", "samples.jsonl", "status", "sha256")]
         for path in (*own, *(Path(self.plan.output_dir, name) for name in (METRICS, "run.json"))):
             if os.path.lexists(path) and not path.is_file():
                 aside = path.with_name(f"{path.name}.{uuid.uuid4().hex}.aside")
@@ -207,26 +208,21 @@ def warn(sentence: str) -> None:
     note(f"warning: {sentence}")
 
 
-def follow(part: Part, peers: Peers, stacks: Stacks, is_over: Callable[[], bool]) -> Output:
-    """Passes on the output until it ends, while the sampler runs."""
+def follow(part: Part, peers: Peers, stacks: Stacks, training: Training) -> Output:
+    """Starts torchrun and passes on its output until it ends, while the sampler runs."""
     plan = part.plan
     metrics = Path(part.plan.output_dir, "metrics.jsonl")
     output = Output(part.file("log"), metrics, part.hidden, on_iteration=peers.progressed, stacks=stacks.texts)
     interval = min(plan.decimal("SAMPLE_INTERVAL"), threading.TIMEOUT_MAX)
     sampler = Sampler(part.file("samples.jsonl"), interval, has_gpus=plan.device == "cuda")
-    pass_on(output, sys.stdin.fileno(), sys.stdout.fileno(), is_over, lambda: part.look(output))
+    if peers.conflict or training.interrupted.is_set():
+        training.give_up()
+    else:
+        training.start({COMMON: json.dumps(alike.facts_of(plan))} if peers.place.nodes > 1 else {})
+    pass_on(output, training.output, sys.stdout.fileno(), training.is_over.is_set, lambda: part.look(output))
+    training.wait()
     sampler.end()
     return output
-
-
-def open_gate(gate: Path, peers: Peers) -> None:
-    """Lets the launcher start torchrun, or tells it not to, once the nodes have compared their plans."""
-    peers.compared.wait(COMPARING_SECONDS)
-    with contextlib.suppress(OSError):
-        if peers.conflict:
-            gate.write_text("refused")
-            return
-    gate.unlink(missing_ok=True)
 
 
 def tell_and_hear(peers: Peers, end: dict[str, Any], stopped: str) -> None:
@@ -252,41 +248,32 @@ def tell_and_hear(peers: Peers, end: dict[str, Any], stopped: str) -> None:
     end |= {"heard": peers.heard_from(), "differences": peers.differences}
 
 
-def record(args: argparse.Namespace, hurry: threading.Event) -> int:
-    """Records a run, from the first block of output to the finished record; returns the launcher's exit code.
-
-    Once hurry is set, nothing waits any more after the run has ended.
-    """
-    content = json.loads(args.plan.read_bytes())
+def record(directory: Path, node: int, training: Training) -> int:
+    """Records a run, from the start of torchrun to the finished record; returns the launcher's exit code."""
+    planned = directory / f"node{node}.plan"
+    content = json.loads(planned.read_bytes())
     with contextlib.suppress(OSError):
-        args.plan.unlink()  # it holds secrets in clear text
+        planned.unlink()  # it holds secrets in clear text
     plan = Plan.read(content)
     hidden = machine.secrets(os.environ)
     killed_before = machine.oom_kills()
     refused_before = processes.refused_starts()
-    claim.keep(Path(plan.output_dir), f"node{plan.node}", args.launcher)
-    part = Part(plan, machine.hide(content, hidden), args.launcher, hidden)
-    peers = Peers(Place.of(plan, peer_port(plan.number("MASTER_PORT"))), hurry, warn)
-    gate = part.file("gate")
-    if gate.exists():
-        threading.Thread(target=open_gate, args=(gate, peers), daemon=True).start()
+    claim.keep(directory, f"node{node}")
+    part = Part(plan, machine.hide(content, hidden), hidden)
+    peers = Peers(Place.of(plan, peer_port(plan.number("MASTER_PORT"))), training.interrupted, warn)
     stacks = Stacks(part.file("stack"))
     part.look_around(peers.introduce)
     reports = Reports(reports_prefix(stacks.prefix), hidden)
     for path in reports.paths():
         path.unlink(missing_ok=True)  # of a run that was killed
-    guard = Guard(plan, args.launcher, args.mark, peers, stacks, reports)
-
-    def is_orphan() -> bool:
-        return os.getppid() != args.launcher
-
-    output = follow(part, peers, stacks, lambda: read_end(args.end_file)[0] is not None or is_orphan())
+    if plan.layout and plan.layout.nnodes > 1:
+        wait_until_compared(peers, training)
+    guard = Guard(plan, training.mark, peers, stacks, reports)
+    output = follow(part, peers, stacks, training)
     guard.finish()
 
-    exit_status, interrupted_by = read_end(args.end_file)
-    for path in (args.end_file, gate):
-        with contextlib.suppress(OSError):
-            path.unlink()
+    exit_status = training.exit_status
+    interrupted_by = training.interrupted_by
     kills = machine.oom_kills() - killed_before
     refused_starts = processes.refused_starts() - refused_before
     cause = guards.cause_of(plan, output, guard, exit_status, interrupted_by, kills, refused_starts)
@@ -323,38 +310,64 @@ def record(args: argparse.Namespace, hurry: threading.Event) -> int:
     known = Status(ends.COMPLETE) if all_is_well else of_run([end])
     peers.close()
     known = part.end(end, known)
-    claim.release(Path(plan.output_dir), f"node{plan.node}", args.launcher)
-    if is_orphan():
-        shutil.rmtree(Path(tempfile.gettempdir(), f"t5-{args.mark}"), ignore_errors=True)
-        if exit_status is None:  # the launcher cannot print it
-            note(f"error: {plan.strategy.name} on node {plan.node}: {known.name}: {known.reason}")
-    return guards.exit_code(known, end)
+    remove_shared_memory(plan)
+    claim.release(directory, f"node{node}", os.getpid())
+    exit_code = guards.exit_code(known, end)
+    tell_the_end(plan, known, exit_code)
+    return exit_code
 
 
-def cannot_record(args: argparse.Namespace, error: OSError | RuntimeError) -> int:
+def wait_until_compared(peers: Peers, training: Training) -> None:
+    """Holds torchrun back until the nodes have compared their plans, or COMPARING_SECONDS are over."""
+    deadline = time.monotonic() + COMPARING_SECONDS
+    while not peers.compared.wait(0.1) and not training.interrupted.is_set() and time.monotonic() < deadline:
+        pass
+
+
+def remove_shared_memory(plan: Plan) -> None:
+    """On a machine without GPUs DeepSpeed leaves files in memory, 66 MiB for each process."""
+    if plan.device == "cpu":
+        master = f"{plan.master_address}_{plan.value('MASTER_PORT')}"
+        for path in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_{os.getuid()}_{glob.escape(master)}_*"):
+            path.unlink(missing_ok=True)
+
+
+def tell_the_end(plan: Plan, known: Status, exit_code: int) -> None:
+    if known.name == ends.COMPLETE:
+        note(f"{plan.strategy.name}: complete; record in {plan.output_dir}")
+        return
+    note(f"error: {plan.strategy.name} on node {plan.node}: {known.name}: {known.reason}")
+    if known.remedy:
+        note(f"       {known.remedy}")
+    note(f"       exit status {exit_code}; the output is in {Path(plan.output_dir, f'node{plan.node}.log')}")
+
+
+def cannot_record(directory: Path, node: int, training: Training, error: OSError | RuntimeError) -> int:
     """Ends the run because the run directory cannot be written, or because this process cannot start a thread."""
-    processes.end(args.mark, guards.TERM_SECONDS)
+    processes.end(training.mark, guards.TERM_SECONDS)
     reason = f"the run directory cannot be written: {error}"
     remedy = SPACE_REMEDY
     if isinstance(error, RuntimeError) or error.errno == errno.EAGAIN:
         reason = f"the limit on processes or threads is reached here: {error}"
         remedy = PROCESSES_REMEDY
     with contextlib.suppress(OSError):
-        overwrite(args.end_file.with_suffix(".status"), f"{ends.CRASHED} {reason}\n{remedy}\n")
+        overwrite(directory / f"node{node}.status", f"{ends.CRASHED} {reason}\n{remedy}\n")
+    note(f"error: node {node}: {ends.CRASHED}: {reason}\n       {remedy}")
     return ends.EXIT_CODES[ends.CRASHED]
 
 
 def run(args: argparse.Namespace) -> int:
-    # A Ctrl-C, a lost terminal and SLURM's TERM end the run. The recorder ends with the output, and then at once.
-    hurry = threading.Event()
-    for number in ends.SIGNALS:
-        signal.signal(number, lambda *_: hurry.set())
+    command = args.words[1:] if args.words[:1] == ["--"] else args.words  # versions of argparse differ
+    training = Training(command)
+    training.listen()
     try:
-        exit_status = record(args, hurry)
+        exit_status = record(args.directory, args.node, training)
     except (OSError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "start new thread" not in str(error):
             raise
-        exit_status = cannot_record(args, error)
+        exit_status = cannot_record(args.directory, args.node, training, error)
+    finally:
+        training.clean_up()
     for number in ends.SIGNALS:
         # At exit Python restores the default handlers, and a signal would kill it although its work is done.
         signal.signal(number, signal.SIG_IGN)

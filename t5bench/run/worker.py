@@ -23,7 +23,10 @@ import threading
 from pathlib import Path
 from typing import Any, NoReturn
 
+from t5bench.run.agreement import compare_plans
 from t5bench.run.reports import Reporter, reports_prefix
+
+PR_SET_PDEATHSIG = 1
 
 
 def keep_stacks(path: str) -> None:
@@ -35,6 +38,11 @@ def keep_stacks(path: str) -> None:
         # A process that a worker starts is not a worker.
         for number in (signal.SIGTERM, signal.SIGUSR2):
             os.register_at_fork(after_in_child=lambda number=number: faulthandler.unregister(number))
+
+
+def end_with_torchrun() -> None:
+    """Lets the kernel end this process if torchrun is killed, which would leave its workers running."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def prepare_libraries(is_megatron: bool) -> None:
@@ -98,6 +106,7 @@ def leave() -> NoReturn:
 def main() -> None:
     stacks, program, *arguments = sys.argv[1:]
     rank = os.environ.get("RANK", "0")
+    end_with_torchrun()
     keep_stacks(f"{stacks}.{rank}")
     reporter = Reporter(reports_prefix(Path(stacks)), int(rank))
     report_rejections(reporter)
@@ -110,6 +119,7 @@ def main() -> None:
     try:
         prepare_libraries(is_megatron=(Path(directory) / "megatron" / "initialize.py").exists())
         report_iterations(reporter)
+        compare_plans()
         place = os.environ.get("T5_PROFILE")
         if place:
             from t5bench.profile.step import OneIteration

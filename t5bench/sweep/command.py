@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
         write_list(args.runs_dir, [str(directory.relative_to(args.runs_dir)) for directory in runs])
     except OSError as error:
         raise Problem(f"cannot write to {args.runs_dir}: {error.strerror}", "Choose another RUNS_DIR") from error
-    claim.keep(args.runs_dir, "sweep", os.getpid())
+    claim.keep(args.runs_dir, "sweep")
     began = run_all(launch, runs, args.runs_dir, args.retries, "Run the same command again to continue.")
     print(flush=True)
     status = compare(list(runs), args.runs_dir)

@@ -70,11 +70,11 @@ class Run:
         )
         assert self.process.stdout and self.process.stdout.readline() == "ready\n"
 
-    def guard(self, launcher: int = 0, watchdog: int = 0, rendezvous: int = 60, resume_from: int = 0) -> Guard:
+    def guard(self, watchdog: int = 0, rendezvous: int = 60, resume_from: int = 0) -> Guard:
         settings = {"WATCHDOG_SECONDS": str(watchdog), "RENDEZVOUS_TIMEOUT": str(rendezvous)}
         plan = made_plan(settings=settings, resume_from=resume_from)
         reports = Reports(reports_prefix(self.stacks.prefix))
-        return Guard(plan, launcher or os.getppid(), self.mark, self.peers, self.stacks, reports)
+        return Guard(plan, self.mark, self.peers, self.stacks, reports)
 
     def processes(self) -> list[int]:
         return processes_with(f"T5_RUN_MARK={self.mark}")
@@ -154,18 +154,16 @@ def failed(status: str, strength: int | None) -> dict:
         # Before it overwrites the checkpoints of the run that it was to continue.
         (failed("complete", None), {"resume_from": 8}, "crashed",
          "the engine ignored the checkpoint of iteration 8 and started from scratch"),
-        (failed("complete", None), {"launcher": 1}, None, ""),  # it was killed, and the recorder says so
     ],
 )  # fmt: skip
-def test_a_run_is_ended(run: Run, end: dict | None, options: dict, status: str | None, reason: str):
+def test_a_run_is_ended(run: Run, end: dict | None, options: dict, status: str, reason: str):
     run.peers.progressed(7)
     if end:
         run.peers.ends[1] = end
     else:
         run.peers.left(1)
     cause = run.cause(**options)
-    expected = (status, reason.replace("@", str(run.stacks.prefix.parent))) if status else None
-    assert (cause and (cause.status, cause.reason)) == expected
+    assert cause and (cause.status, cause.reason) == (status, reason.replace("@", str(run.stacks.prefix.parent)))
 
 
 def test_a_healthy_run_is_left_alone(run: Run):

@@ -30,10 +30,9 @@ SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 # How the processes of a run are told on a node, by their command lines.
 PROCESSES = {
-    "launcher": r"^bash -p -- scripts/run_megatron_t5_",
-    "recorder": r" -m t5bench record ",
-    "torchrun": r"/torchrun --nnodes|torch\.distributed\.run --nnodes",
-    "worker": r"^(?!.*torchrun).* -u .*pretrain_t5\.py",
+    "launcher": r"/t5bench record ",  # which it becomes when it has planned
+    "torchrun": r"^\S+ -m torch\.distributed\.run --nnodes",
+    "worker": r"^\S+ -u .*pretrain_t5\.py",
 }
 NAMESPACES = ("--cgroup", "--net", "--uts", "--ipc", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
 SSH_CONFIG = """Host *

@@ -103,8 +103,8 @@ class Chaos:
         said = re.findall(rf"{run}|{refused}|^ddp: (complete);", text, re.MULTILINE)
         words = [word for found in said for word in found if word]
         self.ends[words[-1] if words else f"signal {code - 128}"] += 1
-        # A launcher that was killed says nothing, and its recorder says it.
-        assert words or code == 137, f"exit status {code}, and not a word: {text}"
+        # A launcher that was killed, or ended while it planned, says nothing.
+        assert words or code > 128, f"exit status {code}, and not a word: {text}"
         assert (words[-1:] == ["complete"]) == (code == 0), f"exit status {code}: {text}"
         # worker.py starts the engine, and is therefore in all of its tracebacks.
         assert not re.search(r'^ *File "[^"]*/t5bench/(?!run/worker\.py)', text, re.MULTILINE), text

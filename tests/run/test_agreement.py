@@ -1,0 +1,65 @@
+"""Nodes that share neither a home directory nor a secret compare their plans before they train, with real torchruns."""
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from support import REPO_ROOT, Project
+
+from t5bench.plan.ports import free_port
+from t5bench.run import agreement
+
+SETTINGS = {
+    **{"HOSTS": "127.0.0.1 127.0.0.2", "NNODES": "2", "MODEL_PRESET": "tiny", "DEVICE": "cpu", "PRECISION_FLAG": ""},
+    **{"TRAIN_ITERS": "4", "LOG_INTERVAL": "1", "WANDB_MODE": "disabled", "OMP_NUM_THREADS": "1"},
+}
+
+
+def start(project: Project, node: int, directory: Path, **settings: str) -> subprocess.Popen[str]:
+    """A launcher of a node with a home directory of its own."""
+    home = directory / f"home{node}"
+    home.mkdir()
+    places = {"HOME": str(home), "OUTPUT_DIR": str(directory / f"run{node}"), "T5_RUN_SECRET": None}
+    environment = project.environment_with(SETTINGS | places | settings)
+    command = ["bash", str(project.script("run_megatron_t5_ddp.sh")), "127.0.0.1", str(node)]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("setting", ["LR", ""])
+def test_nodes_without_a_common_home(project: Project, tmp_path: Path, setting: str):
+    project.use_real_torch()
+    shutil.copy(REPO_ROOT / "tests/tools/nodes/stub_trainer.py", project.engine / "pretrain_t5.py")
+    project.record_engine()
+    port = str(free_port())
+    other = {setting: "0.5"} if setting else {}
+    launchers = [start(project, node, tmp_path, MASTER_PORT=port, **(other if node else {})) for node in (0, 1)]
+    said = [launcher.communicate(timeout=120)[0] for launcher in launchers]
+    for launcher, text in zip(launchers, said, strict=True):
+        assert launcher.returncode == (2 if setting else 0), said
+        assert (" iteration " in "".join(said)) == (not setting)
+        if setting:
+            assert "configuration: " in text and "LR is '0.5' on node 1 (" in text and "and '0.0001' on node 0" in text
+            assert "Start every node with the same launcher" in text
+
+
+class Store(dict):
+    """torch's, without other processes."""
+
+    def get(self, key: str) -> bytes:
+        return self[key].encode()
+
+    def set(self, key: str, value: str) -> None:
+        self[key] = value
+
+
+def test_the_node_that_differs_is_named():
+    plans = [{"SEED": "1"}, {}, {"SEED": "1"}, {"SEED": "2"}]
+    said = [{"host": f"host{node}", "common": plan} for node, plan in enumerate(plans)]
+    store = Store({f"plan/{node}": json.dumps(entry) for node, entry in enumerate(said)})
+    verdict = agreement._ask_all(store, 0, len(said), said[0])
+    assert verdict == "SEED is '2' on node 3 (host3) and '1' on node 0", "node 1's plan is unknown"
+    assert agreement._ask_all(store, 3, len(said), said[3]) == verdict
+    assert agreement._ask_all(Store(store), 0, 3, said[0]) == ""
