@@ -24,10 +24,8 @@ NATIVE_STRATEGIES = (*STRATEGIES, "fsdp2")
 
 # `python -m torch.distributed.run` becomes the stub below before Python looks for torch, which stays what it is.
 SITE_CUSTOMIZATION = """import os, sys
-words = sys.orig_argv
-module = words.index("-m") + 1 if "-m" in words else 0
-if words[module] == "torch.distributed.run":
-    os.execv(os.path.join(os.environ["STUB_DIR"], "torchrun"), ["torchrun", *words[module + 1 :]])
+if sys.orig_argv[1:3] == ["-m", "torch.distributed.run"]:
+    os.execv(os.path.join(os.environ["STUB_DIR"], "torchrun"), ["torchrun", *sys.orig_argv[3:]])
 """
 # Records what it was given, and says what an engine says that trained to its end, after STUB_WAIT seconds. STUB_SLEEP
 # keeps it and two children alive, one of them in a session of its own, as torchrun's workers are; STUB_STUBBORN lets
