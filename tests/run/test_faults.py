@@ -31,7 +31,7 @@ def status_of(project: Project) -> str:
 def launch_ddp(project: Project, before: str = "", after: str = "", *account: str, **changes: str):
     """The DDP launcher as a part of a shell's command, perhaps of another account."""
     command = f"{before} bash {shlex.quote(str(project.script('run_megatron_t5_ddp.sh')))} {after}"
-    options = {"env": project.environment | changes, "cwd": project.root, "capture_output": True, "timeout": 60}
+    options = {"env": project.environment | {"MASTER_PORT": str(free_port())} | changes, "cwd": project.root, "capture_output": True, "timeout": 60}
     return subprocess.run([*account, "bash", "-c", command], text=True, check=False, **options)
 
 
@@ -226,7 +226,7 @@ def test_a_signal_before_torchrun_starts(project: Project, number: signal.Signal
     assert "Traceback" not in errors and not project.was_started()
     wait_for(lambda: processes_with(f"STUB_DIR={project.stubs}") == [], 10)
     module.write_text(module.read_text().replace(slow, ""))
-    assert project.launch("ddp").returncode == 0, "the directory is free"
+    assert project.launch("ddp", MASTER_PORT=str(free_port())).returncode == 0, "the directory is free"
 
 
 @pytest.mark.parametrize("shell", ["bash -i", "bash -m", "env SHELLOPTS=monitor bash"])
