@@ -23,6 +23,13 @@ from t5bench.record.records import load
 from t5bench.run.output import LONGEST_LINE, Output
 
 
+@pytest.fixture(autouse=True)
+def _own_port(request: pytest.FixtureRequest) -> None:
+    """Other tests may hold the launchers' ports."""
+    if "project" in request.fixturenames:
+        request.getfixturevalue("project").environment["MASTER_PORT"] = str(free_port())
+
+
 def status_of(project: Project) -> str:
     path = project.root / "outputs" / "ddp" / "node0.status"
     return path.read_text() if path.exists() else ""
@@ -31,7 +38,7 @@ def status_of(project: Project) -> str:
 def launch_ddp(project: Project, before: str = "", after: str = "", *account: str, **changes: str):
     """The DDP launcher as a part of a shell's command, perhaps of another account."""
     command = f"{before} bash {shlex.quote(str(project.script('run_megatron_t5_ddp.sh')))} {after}"
-    options = {"env": project.environment | {"MASTER_PORT": str(free_port())} | changes, "cwd": project.root, "capture_output": True, "timeout": 60}
+    options = {"env": project.environment | changes, "cwd": project.root, "capture_output": True, "timeout": 60}
     return subprocess.run([*account, "bash", "-c", command], text=True, check=False, **options)
 
 
@@ -226,7 +233,7 @@ def test_a_signal_before_torchrun_starts(project: Project, number: signal.Signal
     assert "Traceback" not in errors and not project.was_started()
     wait_for(lambda: processes_with(f"STUB_DIR={project.stubs}") == [], 10)
     module.write_text(module.read_text().replace(slow, ""))
-    assert project.launch("ddp", MASTER_PORT=str(free_port())).returncode == 0, "the directory is free"
+    assert project.launch("ddp").returncode == 0, "the directory is free"
 
 
 @pytest.mark.parametrize("shell", ["bash -i", "bash -m", "env SHELLOPTS=monitor bash"])
@@ -407,9 +414,8 @@ def test_file_system_becomes_read_only(project: Project, mount: Callable[..., Pa
 def test_clock_jumps(project: Project):
     """The recorder's clock, every two seconds, to five hours behind, to five hours ahead and back."""
     jump = "real() + 5 * 3600 * (int(time.perf_counter() / 2) % 3 - 1)"
-    (project.stubs / "site" / "sitecustomize.py").write_text(
-        f"import time\nreal = time.time\ntime.time = lambda: {jump}\n"
-    )
+    with (project.stubs / "site" / "sitecustomize.py").open("a") as customization:
+        customization.write(f"import time\nreal = time.time\ntime.time = lambda: {jump}\n")
     began = time.monotonic()
     launcher = project.start_sleeping(STUB_SLEEP="6", WATCHDOG_SECONDS="60")
     errors = launcher.communicate(timeout=60)[1]
