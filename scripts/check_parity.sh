@@ -15,7 +15,8 @@
 #   --benchmark-mode   train as the benchmark does, in bf16 with dropout 0.1. Layouts with DDP's
 #                      dropout masks must meet the bound of bf16, the others a sign test
 #                      (docs/parity.md)
-# Exit status: 0 all train the same model, 1 one does not, 2 the check could not run.
+# Exit status: 0 all train the same model, 1 one does not, 2 the check could not run, 3 the curves
+# agree, but these settings would hide a mistake.
 #
 # The launchers' settings also work, except PRECISION_FLAG, DROPOUT, LOG_INTERVAL and those that
 # evaluate, save and resume.

@@ -12,6 +12,7 @@ from pathlib import Path
 from t5bench import REPOSITORY, Problem, note, raise_on_signals
 from t5bench.compare.parity import NATIVE, SEEDS, TOLERANCE
 from t5bench.compare.sensitivity import MARGIN
+from t5bench.costmodel.schedule import INTERLEAVED, ZERO_BUBBLE
 from t5bench.plan.launchers import accepted, declarations
 from t5bench.record.plan import Plan
 from t5bench.record.records import load
@@ -62,7 +63,12 @@ def run(args: argparse.Namespace) -> int:
     has_dropout = float(os.environ["DROPOUT"]) > 0
     is_fp32 = not os.environ.get("PRECISION_FLAG")
     # In bf16 a run is also judged by its own numbers, because its curves may differ by more than small mistakes.
-    is_traced = args.engine == NATIVE and not has_dropout and (args.locate or not is_fp32)
+    untraceable = what_cannot_be_traced()
+    if args.locate and untraceable:
+        raise Problem(f"--locate reads traces, and a run with {untraceable} cannot have one", "Leave one of them out")
+    is_traced = args.engine == NATIVE and not has_dropout and (args.locate or not is_fp32) and not untraceable
+    if untraceable and not is_fp32:
+        note(f"a run with {untraceable} cannot be traced: runs are judged by their curves alone")
     train(args.engine, strategies, args.runs_dir, further=TRACE if is_traced else ())
     # A strategy that could not run has no run directory, and therefore fails.
     runs = [args.runs_dir / args.engine / name for name in strategies]
@@ -85,6 +91,14 @@ def run(args: argparse.Namespace) -> int:
         options.append("--locate")
     note(f"run directories: {args.runs_dir}")
     return t5bench("parity", *runs, *options)
+
+
+def what_cannot_be_traced() -> str:
+    """The setting of the environment with which the native engine cannot trace a run; "" if there is none."""
+    if os.environ.get("SEQUENCE_PARALLEL", "0") not in ("", "0"):
+        return "SEQUENCE_PARALLEL=1"
+    schedule = os.environ.get("PIPELINE_SCHEDULE", "")
+    return f"PIPELINE_SCHEDULE={schedule}" if schedule in (INTERLEAVED, ZERO_BUBBLE) else ""
 
 
 def why_unsupported(runs_dir: Path) -> str:

@@ -42,6 +42,8 @@ def copy(tmp_path: Path) -> Path:
         ("zero4", {}, "there is no strategy 'zero4'"),
         ("ddp", {}, "ddp is the baseline and needs another strategy"),
         ("", {"RUNS_DIR": "."}, "the check needs new runs"),
+        ("--locate", {"SEQUENCE_PARALLEL": "1"}, "a run with SEQUENCE_PARALLEL=1 cannot have one"),
+        ("--locate", {"PIPELINE_SCHEDULE": "zero-bubble"}, "PIPELINE_SCHEDULE=zero-bubble cannot have one"),
         ("zero1", {"ENGINE": "megatron", "MEGATRON_DIR": "nowhere"}, "the megatron engine's DDP, the baseline, cannot"),
     ],
 )
