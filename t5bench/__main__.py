@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from io import TextIOWrapper
 from types import ModuleType
+from typing import NoReturn
 
 from t5bench import EXIT_CONFIGURATION, REPOSITORY, Problem, discard, note
 
@@ -19,7 +20,7 @@ from t5bench import EXIT_CONFIGURATION, REPOSITORY, Problem, discard, note
 GROUPS = {
     "run and compare": {
         "strategies": ("plan.launchers", "list the strategies, in the order of their ports"),
-        "sweep": ("sweep.command", "run strategies one after another, then compare them"),
+        "sweep": ("sweep.sweep", "run strategies one after another, then compare them"),
         "compare": ("report.compare", "compare runs: a table and a page"),
         "explain": (
             "profile.explain",
@@ -103,9 +104,16 @@ def list_of_commands() -> str:
     return "\n".join(lines)
 
 
+class Parser(argparse.ArgumentParser):
+    """A command line's parser, whose errors are a Problem like all others."""
+
+    def error(self, message: str) -> NoReturn:
+        raise Problem(message, f"{self.prog} --help shows the arguments")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     words = with_the_name_of_today(sys.argv[1:] if arguments is None else arguments)
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m t5bench",
         usage="python -m t5bench COMMAND [arguments]",
         description=f"Plans, checks and compares training runs.\n{list_of_commands()}",

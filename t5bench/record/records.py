@@ -187,13 +187,14 @@ def load_settings(directory: Path) -> Run:
 SWEEP = "sweep.json"
 
 
-def write_list(runs_dir: Path, names: Sequence[str]) -> None:
+def write_list(runs_dir: Path, names: Sequence[str], *, anew: bool = False) -> None:
     """Writes the list of a sweep's runs, which shows later whether one is missing. Raises OSError.
 
-    A sweep that continues with other strategies adds its runs.
+    A sweep that continues with other strategies adds its runs. anew: these are all.
     """
+    before = [] if anew else read_list(runs_dir)
     runs_dir.mkdir(parents=True, exist_ok=True)
-    write_json(runs_dir / SWEEP, {"runs": list(dict.fromkeys([*read_list(runs_dir), *names]))})
+    write_json(runs_dir / SWEEP, {"runs": list(dict.fromkeys([*before, *names]))})
 
 
 def read_list(runs_dir: Path) -> list[str]:

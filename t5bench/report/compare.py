@@ -14,6 +14,7 @@ from pathlib import Path
 from statistics import mean
 
 from t5bench import Problem
+from t5bench.arguments import at_least
 from t5bench.compare.comparison import Comparison, build
 from t5bench.record import records
 from t5bench.record.files import RecordError
@@ -41,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     formats = ["terminal", *FORMATS]
     parser.add_argument("--format", choices=formats, default=formats[0], help="what to print (default: %(default)s)")
     watch = "redraw the table until every run of the sweep has ended (default: every 5 seconds)"
-    parser.add_argument("--watch", nargs="?", type=float, const=5.0, metavar="SECONDS", help=watch)
+    parser.add_argument("--watch", nargs="?", type=at_least(0.1, float), const=5.0, metavar="SECONDS", help=watch)
     parser.add_argument("--wide", action="store_true", help="print every column and every note")
     parser.add_argument("--output", type=Path, help="directory for the files (default: 'comparison' next to the runs)")
 
@@ -53,7 +54,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--baseline", default="ddp", metavar="STRATEGY", help="baseline (default: %(default)s)")
     allow = "allow runs to differ in this, and mark the rows that do"
     parser.add_argument("--allow", action="append", default=[], metavar="NAME", help=allow)
-    parser.add_argument("--peak-tflops", type=float, metavar="X", help="a GPU's dense peak, for the MFU")
+    parser.add_argument("--peak-tflops", type=at_least(1e-6, float), metavar="X", help="a GPU's dense peak, for MFU")
 
 
 def compare(arguments: argparse.Namespace) -> Comparison:

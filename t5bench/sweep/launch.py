@@ -61,7 +61,7 @@ main
 
 
 @dataclass(frozen=True)
-class Row:
+class PlannedRun:
     """A run to make."""
 
     name: str
@@ -133,7 +133,7 @@ class Node:
 class Started:
     """One run on all its nodes, as a process."""
 
-    def __init__(self, launch: "Launch", row: Row, directory: Path) -> None:
+    def __init__(self, launch: "Launch", row: PlannedRun, directory: Path) -> None:
         self._launch = launch
         self._row = row
         self._directory = directory
@@ -265,7 +265,7 @@ class Launch:
             if name in baseline.settings or name.startswith(ALSO_SENT)
         }
 
-    def _settings(self, row: Row, directory: Path) -> dict[str, str]:
+    def _settings(self, row: PlannedRun, directory: Path) -> dict[str, str]:
         """What a row changes in the environment."""
         settings = {
             "HOSTS": " ".join(self._hosts),
@@ -282,7 +282,7 @@ class Launch:
             settings["TENSOR_PARALLEL_SIZE"] = tensor
         return settings
 
-    def _script(self, row: Row, directory: Path, rank: int, end: str) -> str:
+    def _script(self, row: PlannedRun, directory: Path, rank: int, end: str) -> str:
         """The script for a host's bash; in ``end`` the launcher is called ``launch``."""
         name, _ = with_size(row.strategy)
         command = ["bash", str(launchers.launcher(name))]
@@ -301,7 +301,7 @@ class Launch:
         lines.append(end)
         return "\n".join(lines)
 
-    def ask(self, row: Row, directory: Path, rank: int = 0) -> Plan:
+    def ask(self, row: PlannedRun, directory: Path, rank: int = 0) -> Plan:
         """The plan of a host. Raises Problem if it prints none."""
         host = self._hosts[rank]
         if not host:
@@ -322,7 +322,7 @@ class Launch:
             raise Problem(f"{host} cannot plan {row.strategy}: {why}", f"Try to log in by hand: ssh {host}")
         return Plan.read(json.loads(planned))
 
-    def start(self, row: Row, directory: Path) -> Started:
+    def start(self, row: PlannedRun, directory: Path) -> Started:
         """Registers each node before sending it anything, so that an interruption leaves no launcher behind."""
         row = replace(row, resumes=self._has_checkpoint(directory))
         run = Started(self, row, directory)
@@ -370,13 +370,15 @@ def choose(names: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(names)) or known
 
 
-def plan_rows(launch: Launch, runs_dir: Path, strategies: Iterable[str], processes: int | None = None) -> list[Row]:
+def plan_runs(
+    launch: Launch, runs_dir: Path, strategies: Iterable[str], processes: int | None = None
+) -> list[PlannedRun]:
     """A row for each strategy that can run; for each reason, says once which strategies cannot."""
     suffix = f"-{processes}" if processes else ""
-    wanted = [Row(f"{strategy}{suffix}", strategy, processes) for strategy in strategies]
+    wanted = [PlannedRun(f"{strategy}{suffix}", strategy, processes) for strategy in strategies]
     with ThreadPoolExecutor(PLANNING_THREADS) as threads:
         plans = list(threads.map(lambda row: launch.ask(row, runs_dir / "plan"), wanted))
-    rows: list[Row] = []
+    rows: list[PlannedRun] = []
     blocked: dict[tuple[str, str], list[str]] = {}  # the names of the rows, by the obstacle and its remedy
     for row, planned in zip(wanted, map(launchers.accepted, plans), strict=True):
         if planned.obstacles:
@@ -390,13 +392,13 @@ def plan_rows(launch: Launch, runs_dir: Path, strategies: Iterable[str], process
     return rows
 
 
-def plan_baselines(launch: Launch, runs_dir: Path, rows: Sequence[Row]) -> list[Row]:
+def plan_baselines(launch: Launch, runs_dir: Path, rows: Sequence[PlannedRun]) -> list[PlannedRun]:
     """If the baseline is among the rows, one more baseline row for every other number of processes."""
     with_baseline = {row.world_size for row in rows if row.strategy == BASELINE}
     if not with_baseline:
         return []
-    baselines: list[Row] = []
+    baselines: list[PlannedRun] = []
     for size in dict.fromkeys(row.world_size for row in rows):
         if size not in with_baseline:
-            baselines += plan_rows(launch, runs_dir, [BASELINE], size)
+            baselines += plan_runs(launch, runs_dir, [BASELINE], size)
     return baselines

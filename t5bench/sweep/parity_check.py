@@ -16,8 +16,8 @@ from t5bench.costmodel.schedule import INTERLEAVED, ZERO_BUBBLE
 from t5bench.plan.launchers import accepted, declarations
 from t5bench.record.plan import Plan
 from t5bench.record.records import load
-from t5bench.sweep.command import run_all, t5bench
-from t5bench.sweep.launch import BASELINE, Launch, Row, choose, plan_rows
+from t5bench.sweep.launch import BASELINE, Launch, PlannedRun, choose, plan_runs
+from t5bench.sweep.sweep import run_all, t5bench
 
 MEGATRON = "megatron"
 # Numbers that have no setting. With an epsilon as large as the gradients and a short memory of their squares, mistakes
@@ -48,6 +48,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Raises Problem if the check cannot run."""
     raise_on_signals()
+    unset = [name for name in ("DROPOUT", "SEED") if name not in os.environ]
+    if unset:
+        said = f"{' and '.join(unset)} must be set, which the script does that calls this"
+        raise Problem(said, "Run: bash scripts/check_parity.sh")
     strategies = list(dict.fromkeys([BASELINE, *choose(args.strategies)]))
     if args.engine == NATIVE and strategies == [BASELINE] and not args.sensitivity:
         raise Problem(f"{BASELINE} is the baseline and needs another strategy to compare", "Name one, or none for all")
@@ -112,7 +116,7 @@ def why_unsupported(runs_dir: Path) -> str:
 def native_plan(runs_dir: Path) -> Plan:
     """The native engine's plan for one process, with what would stop it."""
     changes = {"ENGINE": NATIVE, "NNODES": "1", "NPROC_PER_NODE": "1", "PRECISION_FLAG": "", "DROPOUT": "0"}
-    return Launch(changes, arguments=ARGUMENTS).ask(Row(BASELINE, BASELINE), runs_dir / "plan")
+    return Launch(changes, arguments=ARGUMENTS).ask(PlannedRun(BASELINE, BASELINE), runs_dir / "plan")
 
 
 def measure(runs_dir: Path, *, until_seen: bool = False) -> Path:
@@ -197,7 +201,9 @@ def measure_launched(runs_dir: Path) -> Path:
             arguments += [change.name, change.value]
         else:
             settings[change.name] = change.value
-        run_all(Launch(settings, arguments=arguments), {directory: Row(BASELINE, BASELINE, processes=1)}, runs_dir)
+        run_all(
+            Launch(settings, arguments=arguments), {directory: PlannedRun(BASELINE, BASELINE, processes=1)}, runs_dir
+        )
         iterations = load(directory).iterations
         curves = {
             "number": change.number,
@@ -231,7 +237,7 @@ def train_seeds(engine: str, strategies: list[str], runs_dir: Path) -> list[Path
 def train(engine: str, strategies: list[str], runs_dir: Path, *, further: Sequence[str] = (), **settings: str) -> None:
     """further: engine arguments besides the recipe's."""
     launch = Launch({"ENGINE": engine, **settings}, arguments=[*ARGUMENTS, *further])
-    rows = plan_rows(launch, runs_dir, strategies)
+    rows = plan_runs(launch, runs_dir, strategies)
     if not rows or rows[0].strategy != BASELINE:
         raise Problem(f"the {engine} engine's DDP, the baseline, cannot run here", "The reason is above")
     runs = {runs_dir / engine / row.name: row for row in rows}

@@ -15,7 +15,7 @@ import numpy as np
 from t5bench.compare.interval import interval
 from t5bench.compare.repeats import Repeat, against_the_fastest, excludes_one, ratio
 from t5bench.record.records import load
-from t5bench.sweep.order import in_turn
+from t5bench.sweep.order import balanced_orders
 
 CORRELATIONS, LENGTHS = (0.0, 0.2, 0.4, 0.6, 0.8), (20, 30, 50, 100, 200, 500, 1000)
 # All of the logarithm of the time: sd of a random walk's step from run to run, of each run's own level, and of its
@@ -89,7 +89,7 @@ def sweep(
     state += np.median(within * autoregressive(rng, runs, ITERATIONS, 0.6), axis=1)
     if delay:
         state[rng.integers(count) :: count] += delay[0]
-    orders = [list(range(count))] * rounds if fixed else in_turn(range(count), rounds)
+    orders = [list(range(count))] * rounds if fixed else balanced_orders(range(count), rounds)
     made: list[list[Repeat]] = [[] for _ in times]
     for run, strategy in enumerate(strategy for order in orders for strategy in order):
         made[strategy].append(Repeat(run, "", float(np.exp(-state[run])) / times[strategy]))
@@ -153,7 +153,7 @@ def main(directories: Sequence[str], series: int = 4000, sweeps: int = 1000) -> 
                 for machine in MACHINES.values()
                 for share, named in [excluded(8, rounds, machine, sweeps, fixed=order == "A B C A B C")]
             ]
-            for order in ("A B C A B C", "A B C B C A")
+            for order in ("A B C A B C", "balanced")
         })  # fmt: skip
         table(f"wrong, {rounds} repeats", list(MACHINES), {
             name: [str(answers(times, rounds, machine, sweeps)[0]) for machine in MACHINES.values()]

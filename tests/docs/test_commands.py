@@ -45,6 +45,7 @@ TESTED = {
     "python -m t5bench generate": "tools/convert/test_generate_and_evaluate.py",
     "python -m t5bench evaluate": "tools/convert/test_generate_and_evaluate.py",
     "python -m tests.compare.simulations": "compare/test_intervals.py",
+    "python -m tests.compare.order_simulations": "compare/test_intervals.py",
     "python -m docs.make_slides": "docs/test_slides.py",
     "srun": "tools/nodes/test_slurm.py",
     "git apply": "megatron/test_setup.py",

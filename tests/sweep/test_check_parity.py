@@ -13,8 +13,8 @@ from support import REPO_ROOT
 
 from t5bench.compare.sensitivity import read
 from t5bench.record.records import load
-from t5bench.sweep import command
-from t5bench.sweep.launch import Row
+from t5bench.sweep import sweep
+from t5bench.sweep.launch import PlannedRun
 
 
 def gate(*strategies: str, root: Path = REPO_ROOT, **settings: str) -> subprocess.CompletedProcess[str]:
@@ -133,13 +133,13 @@ class Waiting(SimpleNamespace):
 def test_a_long_run_reports_progress_and_time_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, locked: int, says: str
 ):
-    monkeypatch.setattr(command, "SECONDS", 0.01)
-    monkeypatch.setattr(command, "LINE_SECONDS", 0.02)
+    monkeypatch.setattr(sweep, "SECONDS", 0.01)
+    monkeypatch.setattr(sweep, "LINE_SECONDS", 0.02)
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     lock = tmp_path / "py311_cpu" / "cpu_adam" / "lock"
     lock.parent.mkdir(parents=True)
     lock.touch()
     os.utime(lock, (locked, locked))
     launch = SimpleNamespace(start=lambda *_: Waiting(looks=6, problems=()))
-    command._run_one(launch, Row("zero1", "zero1"), tmp_path / "run", "[2/3] zero1", 75)
+    sweep._run_one(launch, PlannedRun("zero1", "zero1"), tmp_path / "run", "[2/3] zero1", 75)
     assert capsys.readouterr().err.startswith(f"[2/3] zero1  {says}")

@@ -20,8 +20,8 @@ from t5bench import Problem
 from t5bench.record import collect
 from t5bench.record.checkpoints import Checkpoints
 from t5bench.record.records import load
-from t5bench.sweep.command import check_settings, progress
-from t5bench.sweep.launch import Launch, Node, Row, Started
+from t5bench.sweep.launch import Launch, Node, PlannedRun, Started
+from t5bench.sweep.sweep import check_settings, progress
 
 # The comparison and its upload have their own tests; here they only print their arguments.
 COMMAND_STUB = """
@@ -190,7 +190,7 @@ def test_a_refused_attempt_leaves_what_the_next_one_resumes(tmp_path: Path):
     run = make_run(tmp_path / "ddp", status="crashed")
     before, launch = load(run), Launch({})
     launch.ask = Mock(side_effect=Problem("why"))
-    started = Started(launch, Row("ddp", "ddp"), run)
+    started = Started(launch, PlannedRun("ddp", "ddp"), run)
     started.nodes.append(Node("", os.environ, run, 0))
     started.nodes[0].send("exit 2")
     started.nodes[0].process.stdin.close()
@@ -199,7 +199,7 @@ def test_a_refused_attempt_leaves_what_the_next_one_resumes(tmp_path: Path):
     assert load(run) == before
     write_checkpoint(checkpoints := Checkpoints(replace(before.plan, output_dir=str(run))), 2)
     checkpoints.point_to(2)
-    row = Row("ddp", "ddp", plan=before.plan.with_values({"LR": "0.5"}))
+    row = PlannedRun("ddp", "ddp", plan=before.plan.with_values({"LR": "0.5"}))
     with pytest.raises(Problem, match=r"ddp holds a run with other settings: LR is '0.5' here and was "):
         check_settings({run: row})
     elsewhere = replace(load(complete := make_run(tmp_path / "done")).plan, device="cuda")
@@ -220,7 +220,7 @@ def test_a_refusal_is_not_the_end_of_an_earlier_attempt(tmp_path: Path, monkeypa
     there, terminal = make_run(tmp_path / "there", status="cancelled"), tmp_path / "node0.terminal"
     monkeypatch.setattr(collect, "local_copy", lambda source: nullcontext(there))
     terminal.write_text("error: the disk is full\n")
-    run = Started(SimpleNamespace(ask=lambda *_: SimpleNamespace(obstacles=[])), Row("ddp", "ddp"), tmp_path)
+    run = Started(SimpleNamespace(ask=lambda *_: SimpleNamespace(obstacles=[])), PlannedRun("ddp", "ddp"), tmp_path)
     process = SimpleNamespace(returncode=2, poll=lambda: 2)
     run.nodes = [Node.__new__(Node)]
     vars(run.nodes[0]).update(host="node0", rank=0, part=tmp_path / "node0.json", output=terminal, process=process)

@@ -27,7 +27,7 @@ from t5bench.plan.launchers import accepted, declared
 from t5bench.plan.ports import free_port
 from t5bench.record.log import iterations
 from t5bench.record.plan import Plan
-from t5bench.sweep.launch import Launch, Row
+from t5bench.sweep.launch import Launch, PlannedRun
 from t5bench.tools.ledger import environments, judge, tables
 from t5bench.tools.ledger.judge import Curves
 from t5bench.tools.ledger.modes import (
@@ -131,7 +131,7 @@ def processes_of(strategy: str, mode: Mode) -> int:
 def read_plans(output: Path, data: Path) -> dict[str, Plan]:
     """The launchers' plans of the strategies that need no DeepSpeed. Raises Problem."""
     launch = Launch(SETTINGS | {"MEGATRON_DATA_DIR": str(data), "MODEL_FAMILY": "t5"}, arguments=RECIPE)
-    rows = [Row(name, name, HYBRID_PROCESSES if name == "hybrid" else PROCESSES) for name in TORCH_STRATEGIES]
+    rows = [PlannedRun(name, name, HYBRID_PROCESSES if name == "hybrid" else PROCESSES) for name in TORCH_STRATEGIES]
     return {row.strategy: accepted(launch.ask(row, output / "plan" / row.name)) for row in rows}
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from statistics import fmean
 
 from t5bench import Interrupted, Problem, note, raise_on_signals
+from t5bench.arguments import at_least
 from t5bench.plan import claim
 from t5bench.plan.engine import extension_locks
 from t5bench.plan.resume import misfits
@@ -25,13 +26,14 @@ from t5bench.record import log
 from t5bench.record.checkpoints import TRACKER
 from t5bench.record.files import RecordError
 from t5bench.record.plan import Plan
-from t5bench.record.records import load, looks_like_run, read_metrics, write_list
+from t5bench.record.records import load, looks_like_run, read_list, read_metrics, write_list
 from t5bench.record.status import COMPLETE, CONFIGURATION, EXIT_CODES
-from t5bench.sweep.launch import Launch, Row, Started, choose, plan_baselines, plan_rows
-from t5bench.sweep.order import in_turn
+from t5bench.sweep.launch import Launch, PlannedRun, Started, choose, plan_baselines, plan_runs
+from t5bench.sweep.order import balanced_orders
 from t5bench.text import steer
 
 SECONDS = 0.1  # between looks at a run
+MOST_REPEATS = 10_000
 # Between reports of its progress, each of which reads all of its iterations.
 PROGRESS_SECONDS = 2.0  # on a terminal
 LINE_SECONDS = 30.0  # in a file, where each report is a line
@@ -41,8 +43,13 @@ BAR_WIDTH = 20
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--runs-dir", type=Path, required=True, help="directory of the runs")
     parser.add_argument("--strategies", default="", help="separated by spaces (default: all)")
-    parser.add_argument("--repeats", type=int, default=1, help="runs of each strategy, in another order in each repeat")
-    parser.add_argument("--retries", type=int, default=0, help="retries of a failed run")
+    parser.add_argument(
+        "--repeats",
+        type=at_least(1, most=MOST_REPEATS),
+        default=1,
+        help="runs of each strategy, in another order in each repeat",
+    )
+    parser.add_argument("--retries", type=at_least(0, most=MOST_REPEATS), default=0, help="retries of a failed run")
     parser.add_argument("--launch", choices=["local", "ssh"], default="local", help="here, or on all hosts")
     parser.add_argument("--dry-run", action="store_true", help="print what would run")
 
@@ -52,13 +59,11 @@ def run(args: argparse.Namespace) -> int:
     raise_on_signals()
     group = os.environ.get("WANDB_RUN_GROUP") or args.runs_dir.name
     launch = Launch({"WANDB_RUN_GROUP": group}, over_ssh=args.launch == "ssh")
-    rows = plan_rows(launch, args.runs_dir, choose(args.strategies.split()))
+    rows = plan_runs(launch, args.runs_dir, choose(args.strategies.split()))
     rows += plan_baselines(launch, args.runs_dir, rows)
     if not rows:
         raise Problem("no strategy can run here", "The reasons are above")
-    runs: dict[Path, Row] = {}
-    for repeat, ordered in enumerate(in_turn(rows, args.repeats), 1):
-        runs |= {args.runs_dir / f"repeat{repeat}" / row.name: row for row in ordered}
+    runs = in_order(rows, args.repeats, args.runs_dir)
     check_settings(runs)
     if args.dry_run:
         for directory in runs:
@@ -70,14 +75,44 @@ def run(args: argparse.Namespace) -> int:
     except OSError as error:
         raise Problem(f"cannot write to {args.runs_dir}: {error.strerror}", "Choose another RUNS_DIR") from error
     claim.keep(args.runs_dir, "sweep")
-    began = run_all(launch, runs, args.runs_dir, args.retries, "Run the same command again to continue.")
+    try:
+        began = run_all(launch, runs, args.runs_dir, args.retries, "Run the same command again to continue.")
+    finally:
+        with contextlib.suppress(OSError, RecordError):
+            list_by_start(args.runs_dir)
     print(flush=True)
     status = compare(list(runs), args.runs_dir)
     # A node that waited for a refusing one may have left a record, but nothing was trained.
     return status if began else EXIT_CODES[CONFIGURATION]
 
 
-def check_settings(runs: Mapping[Path, Row]) -> None:
+def in_order(rows: Sequence[PlannedRun], repeats: int, runs_dir: Path) -> dict[Path, PlannedRun]:
+    """The runs of a sweep by directory, in the order in which they run.
+
+    A sweep that continues keeps the order of its list, which an earlier version may have chosen. Raises RecordError.
+    """
+    runs: dict[str, PlannedRun] = {}
+    for repeat, ordered in enumerate(balanced_orders(rows, repeats), 1):
+        runs |= {f"repeat{repeat}/{row.name}": row for row in ordered}
+    listed = [name for name in read_list(runs_dir) if name in runs]
+    return {runs_dir / name: runs[name] for name in dict.fromkeys([*listed, *runs])}
+
+
+def list_by_start(runs_dir: Path) -> None:
+    """Puts the sweep's list into the order in which its runs started: one that was tried again ran after others.
+
+    Raises OSError, RecordError.
+    """
+    names = read_list(runs_dir)
+    starts: dict[str, str] = {}
+    for name in names:
+        with contextlib.suppress(RecordError):
+            starts[name] = load(runs_dir / name).record["started"]
+    ran = sorted(starts, key=starts.__getitem__)
+    write_list(runs_dir, [*ran, *(name for name in names if name not in starts)], anew=True)
+
+
+def check_settings(runs: Mapping[Path, PlannedRun]) -> None:
     """Raises Problem for a run that this sweep would train otherwise: a complete one, which it would mistake for one of
     its own, or one with checkpoints, which it would resume."""
     for directory, row in runs.items():
@@ -185,7 +220,9 @@ def _compiling_since(since: float) -> list[str]:
     return []
 
 
-def run_all(launch: Launch, runs: Mapping[Path, Row], runs_dir: Path, retries: int = 0, goes_on: str = "") -> bool:
+def run_all(
+    launch: Launch, runs: Mapping[Path, PlannedRun], runs_dir: Path, retries: int = 0, goes_on: str = ""
+) -> bool:
     """Makes the incomplete runs, by directory, then retries failed ones; returns whether any of them began.
 
     An interruption stops the current run, prints the hint goes_on, and raises Interrupted.
@@ -207,7 +244,7 @@ def run_all(launch: Launch, runs: Mapping[Path, Row], runs_dir: Path, retries: i
     return any(status != EXIT_CODES[CONFIGURATION] for status in statuses.values())
 
 
-def _run_each(launch: Launch, runs: Mapping[Path, Row], runs_dir: Path) -> dict[Path, int]:
+def _run_each(launch: Launch, runs: Mapping[Path, PlannedRun], runs_dir: Path) -> dict[Path, int]:
     """The exit status of each; 0 for one that is already complete."""
     names = {directory: str(directory.relative_to(runs_dir)) for directory in runs}
     width = max(len(name) for name in names.values())
@@ -230,7 +267,7 @@ def _run_each(launch: Launch, runs: Mapping[Path, Row], runs_dir: Path) -> dict[
     return statuses
 
 
-def _run_one(launch: Launch, row: Row, directory: Path, label: str, expected: float) -> tuple[int, str]:
+def _run_one(launch: Launch, row: PlannedRun, directory: Path, label: str, expected: float) -> tuple[int, str]:
     """The exit status, and how the run ended. expected: seconds for this run and the remaining ones; 0 if unknown."""
     directory.mkdir(parents=True, exist_ok=True)
     on_terminal = sys.stderr.isatty()
