@@ -5,7 +5,6 @@ judges whatever runs it is given, only by the loss, and says which ones it canno
 """
 
 import argparse
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,12 +12,14 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import msgspec
 from tabulate import tabulate
 
 from t5bench import Problem
 from t5bench.compare import sensitivity, traces
 from t5bench.compare.comparable import differing, show, trains
 from t5bench.compare.sensitivity import MARGIN, Sensitivity, Tolerance
+from t5bench.given_files import read_json
 from t5bench.record.files import RecordError
 from t5bench.record.plan import by_name
 from t5bench.record.records import load
@@ -257,6 +258,15 @@ def own_contradictions(run: Run) -> list[str]:
     return traces.contradictions(run.directory, losses, curve(run, "grad_norm"), sums_in_16_bits=in_16_bits)
 
 
+class Curves(msgspec.Struct):
+    """What native/reference.py prints."""
+
+    losses: list[float]
+    """Of every iteration."""
+    norms: list[float]
+    """Of the gradients, of every iteration."""
+
+
 def outside_verdict(path: Path, baseline: Run) -> Verdict:
     """The verdict on the baseline by a reference that shares nothing with its engine but samples and initial weights:
     the curves that native/reference.py printed. Raises Problem."""
@@ -264,11 +274,9 @@ def outside_verdict(path: Path, baseline: Run) -> Verdict:
     problem = defect(baseline)
     if problem:
         return Verdict(name, reasons=[f"the baseline cannot be used: {problem}"])
-    try:
-        content = json.loads(path.read_text())
-        losses, norms = (dict(enumerate(map(float, content[key]), 1)) for key in ("losses", "norms"))
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        raise Problem(f"{path} holds no curves of a reference: {error}", "Run the check again") from error
+    curves = read_json(path, Curves, "Name the file that native.reference printed its curves to: --outside FILE")
+    losses = dict(enumerate(curves.losses, 1))
+    norms = dict(enumerate(curves.norms, 1))
     allowed = TOLERANCE[baseline.plan.precision]
     reasons = []
     loss = difference(curve(baseline), losses, allowed.loss)
@@ -390,7 +398,7 @@ def gate(
     if only != ALL_PATCHES:
         problem = f"the engine starts every layout from different weights: only {only}.patch is applied"
         raise Problem(problem, "Apply all patches: bash scripts/setup_megatron.sh")
-    if not outside and all(directory.resolve() == standard.directory.resolve() for directory in directories):
+    if not outside and all(map(standard.directory.samefile, runs)) and len(runs) == len(directories):
         problem = f"{standard.directory} is the baseline, and there is no other run"
         raise Problem(problem, "Name the runs to compare with it")
     for directory, run in runs.items():
@@ -461,6 +469,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Raises Problem."""
+    for named in filter(None, (arguments.baseline, arguments.reference)):
+        load(named)  # before anything is judged
     measured = sensitivity.read(arguments.sensitivity) if arguments.sensitivity else []
     if measured and not arguments.runs:
         print(sensitivity.table(measured, TOLERANCE["fp32"]))

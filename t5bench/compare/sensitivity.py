@@ -8,6 +8,7 @@ from typing import NamedTuple
 from tabulate import tabulate
 
 from t5bench import Problem
+from t5bench.given_files import read_text
 
 MARGIN = 10  # a mistake can hide in a number whose change moves neither curve by so many times the tolerance
 
@@ -20,6 +21,9 @@ class Tolerance(NamedTuple):
 
     def __str__(self) -> str:
         return f"loss {self.loss:.0e}, norm {self.norm:.0e}"
+
+
+MEASURE_AGAIN = "Measure them again: bash scripts/check_parity.sh --sensitivity"
 
 
 class Sensitivity(NamedTuple):
@@ -42,16 +46,17 @@ def read(path: Path) -> list[Sensitivity]:
     """From a file of native/sensitivity.py, whose first line is the recipe as it is. Raises Problem."""
     found = []
     try:
-        recipe, *changed = map(json.loads, path.read_text().splitlines())
+        recipe, *changed = map(json.loads, read_text(path, MEASURE_AGAIN).splitlines())
         for line in changed:
             moved = [  # a curve may end early, where its change was seen
                 max(abs(value - its) / its for value, its in zip(line[name], recipe[name], strict=False))
                 for name in ("losses", "norms")
             ]
             found.append(Sensitivity(line["number"], line["change"], *moved))
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        remedy = "Measure them again: bash scripts/check_parity.sh --sensitivity"
-        raise Problem(f"{path} holds no sensitivities: {error}", remedy) from error
+    except Problem:
+        raise
+    except (ValueError, LookupError, TypeError, ArithmeticError, AttributeError, RecursionError) as error:
+        raise Problem(f"{path} holds no sensitivities: {error}", MEASURE_AGAIN) from error
     return found
 
 

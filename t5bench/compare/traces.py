@@ -15,8 +15,10 @@ from pathlib import Path
 import msgspec
 
 from t5bench import Problem
+from t5bench.given_files import read_text
 
 DIRECTORY = "trace"  # of a run directory
+MOST_BYTES_OF_A_TRACE = 1 << 32  # of one rank
 # In the order in which an iteration computes them, with what each is called.
 PHASES = {
     "weights": "initial weights",
@@ -144,7 +146,7 @@ class Trace:
 
     def _read(self, path: Path) -> None:
         rank = int(path.stem.removeprefix("rank"))
-        first, *rest = path.read_text().splitlines()
+        first, *rest = read_text(path, most=MOST_BYTES_OF_A_TRACE).splitlines()
         self.places[rank] = msgspec.json.decode(first, type=Place)
         decoder = msgspec.json.Decoder(Line)
         for text in rest:

@@ -13,11 +13,13 @@ from typing import Any
 
 from t5bench import Problem, digest
 from t5bench.corpus.index import dataset_paths
+from t5bench.given_files import open_file, read_file
 
 CHECKSUMS = Path("~/.cache/t5-parallelism/checksums")
 DIGITS = 64  # of a sha256 in hexadecimal
 PIECES = "spiece.model"
 CONFIG = "tokenizer_config.json"
+MOST_BYTES_OF_A_TOKENIZER = 1 << 28  # of one of its files
 VOCABULARIES = [PIECES, "tokenizer.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt", "merges.txt"]
 # Values that hub repositories leave to the model's config.json and to the library's defaults.
 DEFAULTS = {"tokenizer_class": "T5Tokenizer", "legacy": True}
@@ -35,17 +37,17 @@ def tokenizer_checksum(directory: Path) -> str:
     try:
         for path in vocabularies:
             checksum.update(b"" if path.name == PIECES else path.name.encode())
-            checksum.update(hashlib.sha256(path.read_bytes()).digest())
+            checksum.update(hashlib.sha256(read_file(path, most=MOST_BYTES_OF_A_TOKENIZER)).digest())
         # The library of release 5 reads the last one.
         for name in (CONFIG, "special_tokens_map.json", "added_tokens.json", "tokenizer.json"):
             path = directory / name
-            content = json.loads(path.read_bytes()) if path.is_file() else {}
+            content = json.loads(read_file(path, most=MOST_BYTES_OF_A_TOKENIZER)) if path.is_file() else {}
             if name == CONFIG:
                 is_sentencepiece = not vocabularies or vocabularies[0].name == PIECES
                 content = _deciding(content, is_sentencepiece)
             if content:
                 checksum.update(json.dumps([name, content], sort_keys=True).encode())
-    except (OSError, ValueError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         problem = f"cannot read the tokenizer in {directory}: {error}"
         raise Problem(problem, "Copy or download it again") from None
     if not vocabularies and not (directory / "tokenizer.json").is_file():
@@ -90,7 +92,7 @@ def describes(record: Mapping[str, Any], prefix: str) -> bool:
         for path in dataset_paths(prefix):
             if _digest(path) != record["files"][path.name]["sha256"]:
                 return False
-    except (OSError, LookupError, TypeError):
+    except (OSError, LookupError, TypeError, Problem):
         return False
     return True
 
@@ -106,7 +108,7 @@ def _digest(path: Path) -> str:
         known = remembered.read_text()
         if len(known) == DIGITS:
             return known
-    with path.open("rb") as file:
+    with open_file(path) as file:
         checksum = digest(file)
     if remembered:
         with contextlib.suppress(OSError):

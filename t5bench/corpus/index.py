@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from t5bench import REPOSITORY, Problem, digest
+from t5bench.given_files import read_file
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -65,6 +66,9 @@ def read_index(prefix: str | Path, family: str = "t5", *, repair: bool = False) 
     pointers = array("q")
     doc_idx = array("q")
     try:
+        for path in (bin_path, idx_path):
+            if path.exists() and not path.is_file():
+                raise Problem(f"{path} is no regular file", remedy)
         bin_bytes = bin_path.stat().st_size
         idx_bytes = idx_path.stat().st_size
         if not bin_bytes or not idx_bytes:
@@ -209,11 +213,9 @@ def record_path(prefix: Path) -> Path:
 def read_record(prefix: Path) -> dict[str, Any]:
     """The record that says where the files of this prefix came from; empty if there is no such record."""
     try:
-        path = record_path(prefix)
-        # A pipe of that name would keep its reader waiting.
-        record = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        record = json.loads(read_file(record_path(prefix)))
         return record if isinstance(record["source"], str) else {}
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (ValueError, KeyError, TypeError, RecursionError):  # a Problem is a ValueError
         return {}
 
 

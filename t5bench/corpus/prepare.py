@@ -40,6 +40,9 @@ Record = Mapping[str, Any]  # where the files came from
 def run(_: argparse.Namespace) -> int:
     """The command `python -m t5bench prepare-data`: all settings are in the environment. Raises Problem."""
     raise_on_signals()
+    if "MEGATRON_DATA_DIR" not in os.environ:
+        script = "bash scripts/prepare_xsum_megatron.sh"
+        raise Problem("MEGATRON_DATA_DIR is not set, which the script sets that calls this", f"Run: {script}")
     prepare(os.environ)
     return 0
 

@@ -7,20 +7,23 @@ import msgspec
 
 from t5bench import Problem
 from t5bench.costmodel.machine import Link
+from t5bench.given_files import read_json
 
 MAKE_IT = "Make it with: bash scripts/check_cluster.sh --network FILE node0 node1"
 
-Positive = Annotated[float, msgspec.Meta(gt=0)]
+# Far beyond what any network has: a value outside is a mistake in the file.
+Gigabits = Annotated[float, msgspec.Meta(ge=1e-6, le=1e6)]
+Microseconds = Annotated[float, msgspec.Meta(ge=1e-3, le=1e8)]
 
 
 class Figures(msgspec.Struct):
     """Of all-reduces between some nodes."""
 
-    gbit: Positive
+    gbit: Gigabits
     """Gbit/s that each node's link carries, as nccl-tests defines the bus bandwidth."""
-    us: Positive
+    us: Microseconds
     """Microseconds of a message for which nodes only wait."""
-    us_computing: Positive
+    us_computing: Microseconds
     """Microseconds of one between nodes that compute before each message: the mean wait beyond what its bytes take."""
 
 
@@ -48,10 +51,10 @@ class Network(msgspec.Struct):
 
 def read_network(path: Path) -> Network:
     """Raises Problem for a file that is missing or is no such file."""
-    try:
-        network = msgspec.json.decode(path.read_bytes(), type=Network)
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise Problem(f"{path} cannot be read: {error}", MAKE_IT) from error
+    network = read_json(path, Network, MAKE_IT)
     if not network.pairs:
         raise Problem(f"{path} has no pair of nodes", MAKE_IT)
+    unknown = sorted(network.pairs.keys() - set(network.hosts))
+    if unknown:
+        raise Problem(f"{path} has a pair with {unknown[0]}, which is none of its hosts", MAKE_IT)
     return network

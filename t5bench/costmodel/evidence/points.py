@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from t5bench import Problem
+from t5bench.given_files import read_json
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Layers = Annotated[int, msgspec.Meta(ge=0, le=100_000)]  # the model lists layers one by one
@@ -153,10 +154,7 @@ class Point(msgspec.Struct):
 
 def read(path: Path) -> tuple[list[Point], list[str], list[str]]:
     """The points of a file, and a sentence for each invalid entry and each unknown field. Raises Problem."""
-    try:
-        entries = msgspec.json.decode(path.read_bytes())
-    except (OSError, msgspec.DecodeError) as error:
-        raise Problem(f"cannot read {path}: {error}", "Give a file of published measurements") from error
+    entries = read_json(path, Any, "Give a file of published measurements")
     if not isinstance(entries, list):
         raise Problem(
             f"{path} holds no list of measurements",

@@ -59,6 +59,11 @@ def read_checkpoint_file(path: Path) -> Any:
             raise Problem(f"{path} is a TorchScript program, not a checkpoint", "Do not load files from strangers")
     this_module = sys.modules[__name__]
     try:
-        return torch.load(path, map_location="cpu", weights_only=False, pickle_module=this_module, mmap=True)
+        content = torch.load(path, map_location="cpu", weights_only=False, pickle_module=this_module, mmap=True)
     except Exception as error:  # whatever a file that torch.save did not write makes of the unpickler
         raise Problem(f"{path} cannot be read as a checkpoint: {error}") from error
+    if not isinstance(content, dict):
+        kind = "an object of an unknown class" if isinstance(content, Absent) else f"a {type(content).__name__}"
+        found = f"{path} holds {kind}, where a checkpoint's file has a dictionary"
+        raise Problem(found, "Copy every node's checkpoint files to this directory")
+    return content

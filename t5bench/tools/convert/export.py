@@ -17,6 +17,7 @@ import torch
 from t5bench import Problem
 from t5bench.imports import import_transformers
 from t5bench.tools.convert.card import model_card
+from t5bench.tools.convert.foreign import of_this_model
 from t5bench.tools.convert.parameter_map import EngineParameter, configuration, parameter_map
 from t5bench.tools.convert.shards import HEAD, Weights
 from t5bench.tools.convert.tokenizer import tokenizer_of
@@ -52,7 +53,9 @@ def export(model: TrainedModel, output: Path, tokenizer_directory: Path, max_sha
         raise Problem(f"{output} exists", "Remove it, or name another directory")
     family = model.architecture.family
     pairs = parameter_map(model.architecture)
-    weights = model.weights
+    with of_this_model(model.folder):
+        weights = model.weights
+        list(weights)  # every file is opened, and every name read
     tokenizer = tokenizer_of(tokenizer_directory, family)
     words = model.architecture.padded_vocabulary
     if len(tokenizer) > words:
@@ -71,7 +74,8 @@ def export(model: TrainedModel, output: Path, tokenizer_directory: Path, max_sha
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
-        write_weights(partial, pairs, shapes, weights, model.dtype, max_shard_size)
+        with of_this_model(model.folder):
+            write_weights(partial, pairs, shapes, weights, model.dtype, max_shard_size)
         config.save_pretrained(partial)
         generation_config(model, tokenizer).save_pretrained(partial)
         tokenizer.model_max_length = model.architecture.position_rows

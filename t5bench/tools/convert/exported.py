@@ -1,17 +1,19 @@
 """A model that can be used, from a run directory or from a directory for Hugging Face's libraries."""
 
 import argparse
-import json
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from t5bench import Problem, note
+from t5bench.given_files import read_json
 from t5bench.imports import import_transformers
 from t5bench.tools.convert.export import SUMMARY, export
+from t5bench.tools.convert.foreign import check_config
 from t5bench.tools.convert.trained import TrainedModel
 
 FOLDER = "huggingface"  # in a run directory: the export of its newest checkpoint
@@ -49,14 +51,15 @@ def open_model(arguments: argparse.Namespace) -> ExportedModel:
     """Raises Problem."""
     device = usable_device(arguments.device)
     directory = exported_directory(arguments.run, arguments.tokenizer)
+    check_config(directory)
     transformers = import_transformers()
     try:
         config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
         name = "AutoModelForSeq2SeqLM" if config.is_encoder_decoder else "AutoModelForCausalLM"
         model = getattr(transformers, name).from_pretrained(directory, dtype="auto").to(device).eval()
         tokenizer = transformers.AutoTokenizer.from_pretrained(directory, use_fast=False)
-    except (OSError, ValueError, RuntimeError) as error:
-        reason = str(error).strip().splitlines()[0]
+    except (OSError, ValueError, RuntimeError, TypeError, LookupError, AttributeError) as error:
+        reason = (str(error).strip() or repr(error)).splitlines()[0]
         raise Problem(f"{directory} cannot be loaded: {reason}", "Remove it, and export the run again") from error
     return ExportedModel(directory, model, tokenizer, device)
 
@@ -88,10 +91,19 @@ def exported_directory(path: Path, tokenizer: Path | None) -> Path:
     return target
 
 
+class Summary(msgspec.Struct):
+    """What export writes of the run, as far as it is read."""
+
+    iteration: int
+
+
 def is_current(target: Path, model: TrainedModel) -> bool:
     """Whether an export is of this checkpoint, which was not written again since."""
     summary = target / SUMMARY
-    if not summary.is_file() or json.loads(summary.read_text())["iteration"] != model.iteration:
+    try:
+        if read_json(summary, Summary).iteration != model.iteration:
+            return False
+    except Problem:
         return False
     written = max(path.stat().st_mtime_ns for path in model.folder.rglob("*.pt"))
     return written < summary.stat().st_mtime_ns

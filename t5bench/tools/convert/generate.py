@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from t5bench import Problem
+from t5bench.given_files import read_text
 from t5bench.text import visible
 from t5bench.tools.convert import spans
 from t5bench.tools.convert.exported import ExportedModel, add_model_arguments, open_model
@@ -46,11 +47,11 @@ def read_prompts(arguments: argparse.Namespace) -> list[str]:
     prompts = list(arguments.prompt)
     if arguments.prompts:
         is_input = str(arguments.prompts) == "-"
+        remedy = "Name a file with a prompt on each line, in UTF-8, or - for standard input"
         try:
-            text = sys.stdin.read() if is_input else arguments.prompts.read_text(encoding="utf-8")
-        except ValueError as error:
-            remedy = "Name a file with a prompt on each line, in UTF-8"
-            raise Problem(f"{arguments.prompts} is no text: {error}", remedy) from error
+            text = sys.stdin.read() if is_input else read_text(arguments.prompts, remedy)
+        except UnicodeDecodeError as error:
+            raise Problem(f"standard input is no text: {error}", remedy) from error
         prompts += [line for line in text.splitlines() if line.strip()]
     if not prompts:
         raise Problem("there is no prompt", "Give one: --prompt 'The'; or a file of them: --prompts FILE")

@@ -5,7 +5,6 @@ are read one by one, so a model takes the memory of one rank's part of it.
 """
 
 import argparse
-import json
 import re
 import shlex
 from argparse import Namespace
@@ -13,13 +12,17 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
 from t5bench import Problem, note
+from t5bench.arguments import at_least
 from t5bench.costmodel.job import Architecture
+from t5bench.given_files import read_json
 from t5bench.imports import import_transformers
 from t5bench.tools.convert.export import CLASSES, SUMMARY, expected_shapes
+from t5bench.tools.convert.foreign import check_config
 from t5bench.tools.convert.parameter_map import HEAD_BIAS, LAYERNORM_EPSILON, EngineParameter, parameter_map
 from t5bench.tools.convert.reshape import write
 from t5bench.tools.convert.shards import HEAD, WORDS, Sharding
@@ -40,8 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "directory", type=Path, help="config.json, safetensors and a tokenizer, as Transformers saves them"
     )
     parser.add_argument("run", type=Path, help="the new directory; the checkpoint will be in RUN/checkpoints")
-    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel size (default: 1)")
-    parser.add_argument("--pp", type=int, default=1, help="pipeline-parallel size (default: 1)")
+    parser.add_argument("--tp", type=at_least(1), default=1, help="tensor-parallel size (default: 1)")
+    parser.add_argument("--pp", type=at_least(1), default=1, help="pipeline-parallel size (default: 1)")
     parser.add_argument("--precision", choices=DTYPES, default="bf16", help="of the finetuning (default: bf16)")
 
 
@@ -90,6 +93,7 @@ def read_config(directory: Path) -> Any:
     """Raises Problem for what is no model that the engine has."""
     if not (directory / "config.json").is_file():
         raise Problem(f"{directory} has no config.json", "Name a directory that Transformers has saved")
+    check_config(directory)
     transformers = import_transformers()
     try:
         config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
@@ -246,10 +250,13 @@ class ImportedWeights(Mapping[str, Tensor]):
             return file.get_tensor(stored)
 
     def _shape(self, stored: str) -> list[int]:
-        from safetensors import safe_open
+        from safetensors import SafetensorError, safe_open
 
-        with safe_open(self._files[stored], framework="pt") as file:
-            return file.get_slice(stored).get_shape()
+        try:
+            with safe_open(self._files[stored], framework="pt") as file:
+                return file.get_slice(stored).get_shape()
+        except SafetensorError as error:
+            raise Problem(f"{self._files[stored]} cannot be read: {error}", "Copy it again") from error
 
     def __getitem__(self, name: str) -> Tensor:
         parts = [(self._read(stored), parameter) for stored, parameter in self._parts[WORDS if name == HEAD else name]]
@@ -283,16 +290,24 @@ def padded(value: Tensor, rows: int, filling: Tensor | float) -> Tensor:
     return torch.cat([value, more])
 
 
+class Index(msgspec.Struct):
+    """model.safetensors.index.json."""
+
+    weight_map: dict[str, str]
+    """The file of each parameter."""
+
+
 def weight_files(directory: Path) -> dict[str, Path]:
     """The file of each stored parameter. Raises Problem."""
     from safetensors import SafetensorError, safe_open
 
     if (directory / INDEX).is_file():
-        try:
-            stored = json.loads((directory / INDEX).read_text())["weight_map"]
-            return {name: directory / file for name, file in stored.items()}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise Problem(f"{directory / INDEX} is no index of files", "Copy it again") from error
+        stored = read_json(directory / INDEX, Index, "Copy it again").weight_map
+        files = {name: directory / file for name, file in stored.items()}
+        for path in {*files.values()}:
+            if path.parent != directory or not path.is_file():
+                raise Problem(f"{directory / INDEX} names {path.name}, which is no file beside it", "Copy it again")
+        return files
     path = directory / ONE_FILE
     if not path.is_file():
         raise Problem(f"{directory} has no {ONE_FILE}", "Save the model again: save_pretrained writes it")

@@ -20,9 +20,11 @@ import torch
 from torch import Tensor
 
 from t5bench import Problem
+from t5bench.arguments import at_least
 from t5bench.record.checkpoints import RESHAPED_FROM, TRACKER, WEIGHTS_ONLY
 from t5bench.record.files import write_whole
 from t5bench.tools.convert.checkpoint_file import Absent
+from t5bench.tools.convert.foreign import of_this_model
 from t5bench.tools.convert.shards import Sharding, Weights
 from t5bench.tools.convert.trained import IMPORTED, TrainedModel
 from t5bench.tools.convert.training_state import KINDS, MASTER, MASTERS, TrainingState, masters_of, optimizer_of
@@ -32,8 +34,8 @@ NO_RECORD = "it was itself reshaped or imported, and has no record of its traini
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, help="a run directory with checkpoints, including the files of all its nodes")
-    parser.add_argument("--tp", type=int, default=1, help="new tensor-parallel size (default: 1)")
-    parser.add_argument("--pp", type=int, default=1, help="new pipeline-parallel size (default: 1)")
+    parser.add_argument("--tp", type=at_least(1), default=1, help="new tensor-parallel size (default: 1)")
+    parser.add_argument("--pp", type=at_least(1), default=1, help="new pipeline-parallel size (default: 1)")
     parser.add_argument("--iteration", type=int, help="reshape this checkpoint (default: the newest intact one)")
     parser.add_argument("--output", type=Path, help="the new directory (default: RUN-tpN-ppM)")
 
@@ -45,14 +47,10 @@ def run(arguments: argparse.Namespace) -> int:
     if output.exists():
         raise Problem(f"{output} exists", "Remove it, or name another --output")
     model = TrainedModel.of_run(arguments.run, arguments.iteration)
-    sharding = Sharding.of(model.args, tp, pp)
-    state, reason = training_state(model)
-    if model.engine == "native":
-        if not state:
-            raise Problem(f"{arguments.run} cannot be reshaped: {reason}", "Name the run that was trained")
-        write_native(model, state, output / "checkpoints", sharding)
-    else:
-        write(model.head, model.weights, output / "checkpoints", sharding, state)
+    with of_this_model(model.folder):
+        sharding = Sharding.of(model.args, tp, pp)
+        state, reason = training_state(model)
+        write_for(model, state, reason, output, sharding)
     print(f"{output}: iteration {model.iteration} of {arguments.run} for TP {tp} and PP {pp}")
     if state:
         keep_record(arguments.run, output)
@@ -60,6 +58,16 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         print(f"Only the weights, for EVAL_ONLY=1 and -- --finetune --load: {reason}")
     return 0
+
+
+def write_for(model: TrainedModel, state: TrainingState | None, reason: str, output: Path, sharding: Sharding) -> None:
+    """Raises Problem."""
+    if model.engine == "native":
+        if not state:
+            raise Problem(f"{model.directory} cannot be reshaped: {reason}", "Name the run that was trained")
+        write_native(model, state, output / "checkpoints", sharding)
+    else:
+        write(model.head, model.weights, output / "checkpoints", sharding, state)
 
 
 CARRIED = """Carried over: weights, the optimizer's states, and the iteration, which gives the next samples and rates.

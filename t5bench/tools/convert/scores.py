@@ -10,7 +10,10 @@ import torch
 from torch.nn import functional as F
 
 from t5bench import Problem
+from t5bench.given_files import open_file, read_text
 from t5bench.tools.convert.exported import ExportedModel
+
+MOST_BYTES_OF_TEXT = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -53,16 +56,19 @@ def total_loss(model: ExportedModel, tokens: Sequence[int], stride: int) -> floa
 
 def read_texts(path: Path) -> list[str]:
     """The column or key `text` of a .parquet or .jsonl file; any other file is one text. Raises Problem."""
+    remedy = 'A .jsonl file has {"text": "..."} on each line, a .parquet file a column text'
     try:
         if path.suffix == ".parquet":
             from pyarrow import parquet
 
-            return parquet.read_table(path, columns=["text"]).column("text").to_pylist()
-        text = path.read_text(encoding="utf-8")
+            with open_file(path, remedy) as file:
+                return parquet.read_table(file, columns=["text"]).column("text").cast("string").to_pylist()
+        text = read_text(path, remedy, MOST_BYTES_OF_TEXT)
         if path.suffix == ".jsonl":
-            return [json.loads(line)["text"] for line in text.splitlines() if line.strip()]
-    except (ValueError, KeyError, TypeError) as error:  # pyarrow's errors are ValueErrors
-        remedy = 'A .jsonl file has {"text": "..."} on each line, a .parquet file a column text'
+            return [str(json.loads(line)["text"]) for line in text.splitlines() if line.strip()]
+    except Problem:
+        raise
+    except (ValueError, KeyError, TypeError, RecursionError) as error:  # pyarrow's errors are ValueErrors
         raise Problem(f"{path} cannot be read: {error}", remedy) from error
     return [text]
 

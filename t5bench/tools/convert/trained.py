@@ -10,10 +10,12 @@ import torch
 
 from t5bench import Problem
 from t5bench.costmodel.job import Architecture
+from t5bench.given_files import read_text
 from t5bench.record.checkpoints import RESHAPED_FROM, TRACKER, Checkpoints
 from t5bench.record.records import load, load_settings
 from t5bench.record.run import Run
 from t5bench.tools.convert.checkpoint_file import read_checkpoint_file
+from t5bench.tools.convert.foreign import arguments_of, of_this_model
 from t5bench.tools.convert.shards import Sharding, Weights, whole_weights
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -76,8 +78,11 @@ class TrainedModel:
     @classmethod
     def _without_record(cls, directory: Path, wanted: int | None) -> "TrainedModel":
         """A directory that reshape or import has written."""
-        written = (directory / "checkpoints" / TRACKER).read_text().strip()
+        written = read_text(directory / "checkpoints" / TRACKER).strip()
         is_imported = written == IMPORTED
+        if not (is_imported or written.isdecimal()):
+            tracker = directory / "checkpoints" / TRACKER
+            raise Problem(f"{tracker} names no iteration, but '{written[:40]}'", "Copy it again")
         iteration = 0 if is_imported else int(written)
         if wanted not in (None, iteration):
             raise Problem(f"{directory} has no checkpoint of iteration {wanted}", f"It has only that of {iteration}")
@@ -98,14 +103,14 @@ class TrainedModel:
         if not files:
             raise Problem(f"{folder} has no file of rank 0", "Copy every node's checkpoint files there")
         head = read_checkpoint_file(min(files))
-        args = head["args"]
+        args = arguments_of(head, min(files))
         if getattr(args, "virtual_pipeline_model_parallel_size", None):
             raise Problem(f"{directory} was trained with an interleaved pipeline", INTERLEAVED)
-        architecture = Architecture.of_arguments(vars(args), args.padded_vocab_size)
-        tokenizer = tokenizer or Path(args.tokenizer_model or Path(args.vocab_file).parent)
-        return cls(
-            directory, "megatron", iteration, folder, args, head, architecture, args.params_dtype, tokenizer, record
-        )
+        with of_this_model(folder):
+            architecture = Architecture.of_arguments(vars(args), args.padded_vocab_size)
+            tokenizer = tokenizer or Path(args.tokenizer_model or Path(args.vocab_file).parent)
+            dtype = args.params_dtype
+        return cls(directory, "megatron", iteration, folder, args, head, architecture, dtype, tokenizer, record)
 
 
 def settings_of(directory: Path) -> Run | None:

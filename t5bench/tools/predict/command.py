@@ -1,15 +1,17 @@
 """``python -m t5bench predict``: predict what each strategy will cost, or compare runs with their predictions."""
 
 import argparse
+import contextlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from tabulate import tabulate
 
 from t5bench import Problem, note
+from t5bench.arguments import at_least
 from t5bench.compare.comparable import gpu_names
 from t5bench.compare.rows import Row, make_row
 from t5bench.costmodel import schedule, time
@@ -26,9 +28,11 @@ from t5bench.plan.planner import plan
 from t5bench.record.network import read_network
 from t5bench.record.plan import Plan
 from t5bench.record.records import load
+from t5bench.record.settings import BY_NAME
 from t5bench.tools.predict import executed
-from t5bench.tools.predict.ranks import at_least
 
+# Other names of settings, and what says where a run is.
+OTHER_SETTINGS = ("GPUS_PER_NODE", "TP_SIZE", "PP_SIZE", "HOSTS", "MASTER_ADDR", "NODE_RANK", "MEGATRON_DATA_DIR")
 SETTINGS_PRESETS = ("tiny", "small", "base", "large")  # values of MODEL_PRESET
 
 
@@ -41,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--calibrate-link", type=at_least(1e-6, float), metavar="GBIT", help=link)
     parser.add_argument("--calibrate-network", type=Path, metavar="FILE", help=network)
     parser.add_argument("--check", type=Path, metavar="FILE", help="compare the model with published measurements")
-    widths = "derive the 90 % intervals from published measurements, and test them on others"
+    widths = "derive the 90 %% intervals from published measurements, and test them on others"
     parser.add_argument("--intervals", action="store_true", help=widths)
     parser.add_argument(
         "--published", action="store_true", help="print docs/generated/published.md: two tutorials' figures"
@@ -71,11 +75,32 @@ def add_machine(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", help=model)
     vocabulary = "vocabulary size before padding (default: the data's, else the model family's)"
     parser.add_argument("--vocabulary", type=at_least(1), help=vocabulary)
+    defaults = "take no setting from the environment, but the launchers' defaults"
+    parser.add_argument("--defaults", action="store_true", help=defaults)
     parser.add_argument("--json", action="store_true", help="for programs")
+
+
+@contextlib.contextmanager
+def settings_left_out(is_asked: bool) -> Iterator[None]:
+    """No setting is in the environment in this block, where that is asked."""
+    before = dict(os.environ)
+    if is_asked:
+        for name in (*BY_NAME, *OTHER_SETTINGS):
+            os.environ.pop(name, None)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def run(args: argparse.Namespace) -> int:
     """Raises Problem."""
+    with settings_left_out(args.defaults):
+        return predict(args)
+
+
+def predict(args: argparse.Namespace) -> int:
     if args.check:
         return check.run(args)
     if args.intervals:
@@ -256,7 +281,8 @@ def settings_of(model: str | None) -> dict[str, str]:
 
 
 def measured_row(directory: Path) -> Row:
-    return make_row("/".join(directory.resolve().parts[-2:]), [load(directory)])
+    run = load(directory)
+    return make_row("/".join(directory.resolve().parts[-2:]), [run])
 
 
 def vocabulary_of(plan: Plan, vocabulary: int | None) -> int:

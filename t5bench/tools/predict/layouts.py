@@ -14,6 +14,7 @@ from pathlib import Path
 from tabulate import tabulate
 
 from t5bench import Problem, note
+from t5bench.arguments import at_least
 from t5bench.costmodel import intervals
 from t5bench.costmodel.job import Architecture, Job, Parallel, Zero, beyond_native
 from t5bench.costmodel.layout import balanced_split
@@ -25,8 +26,15 @@ from t5bench.plan.launchers import ALONE
 from t5bench.plan.planner import plan
 from t5bench.record.plan import ROLES, Plan
 from t5bench.record.settings import BY_NAME, Whole
-from t5bench.tools.predict.command import add_machine, device_for, link_of, range_text, settings_of, vocabulary_of
-from t5bench.tools.predict.ranks import at_least
+from t5bench.tools.predict.command import (
+    add_machine,
+    device_for,
+    link_of,
+    range_text,
+    settings_left_out,
+    settings_of,
+    vocabulary_of,
+)
 
 TENSOR_SIZES = (1, 2, 4, 8)  # beyond a node the all-reduces of every layer cross the network
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
@@ -172,6 +180,11 @@ def numbers_of_gpus(text: str) -> list[int]:
 
 def run(args: argparse.Namespace) -> int:
     """Raises Problem."""
+    with settings_left_out(args.defaults):
+        return rank(args)
+
+
+def rank(args: argparse.Namespace) -> int:
     if args.page:
         from t5bench.tools.predict import page
 

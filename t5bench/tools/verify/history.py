@@ -14,6 +14,7 @@ from typing import Any
 from tabulate import tabulate
 
 from t5bench import Problem, note
+from t5bench.arguments import at_least
 from t5bench.report.tables import mark, rounded
 from t5bench.text import visible
 from t5bench.tools.verify.trends import (
@@ -32,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     packages = "a package, or a directory with runs"
     parser.add_argument("places", nargs="+", metavar="PACKAGE", help=packages)
     price = "price of a GPU (on CPUs, of a process) per hour, in any currency"
-    parser.add_argument("--price", type=float, metavar="AMOUNT", help=price)
+    parser.add_argument("--price", type=at_least(1e-9, float), metavar="AMOUNT", help=price)
     parser.add_argument("--json", action="store_true", help="for programs")
     parser.add_argument("--output", type=Path, metavar="FILE", help="also write a page, a .html file")
 
@@ -116,8 +117,6 @@ def write_page(points: Sequence[Point], price: float | None, path: Path) -> None
 
 def run(arguments: argparse.Namespace) -> int:
     """Raises Problem."""
-    if arguments.price is not None and not arguments.price > 0:
-        raise Problem(f"--price must be positive, found {arguments.price}", "Give the price of a GPU for an hour")
     for place in arguments.places:
         if not Path(place).exists():
             raise Problem(f"there is no package or directory {place}", "Name packages, or directories with runs")

@@ -421,3 +421,17 @@ def test_the_regret_of_the_named_run(tmp_path, capsys):
     assert "Of 2 runs in 2 processes the model names " in as_named and "/ddp: the fastest measured." in as_named
     assert "/ddp: 25.0% slower than fast/zero2." in t5bench(capsys, "predict", ddp, fast, larger, "--link", 10)[1]
     assert "the model names" not in t5bench(capsys, "predict", ddp, larger, "--link", 10)[1]
+
+
+def test_defaults_leave_the_environment_s_settings_out(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
+    for words in (["predict", "--device", "a100", "--json"], ["layouts", "--gpus", "8", "--device", "a100", "--json"]):
+        assert main(words) == 0
+        expected = capsys.readouterr().out
+        with monkeypatch.context() as patch:
+            for name, value in {"MODEL_PRESET": "tiny", "GLOBAL_BATCH_SIZE": "48", "TP_SIZE": "4"}.items():
+                patch.setenv(name, value)
+            assert main([*words, "--defaults"]) == 0
+            assert capsys.readouterr().out == expected
+            assert os.environ["MODEL_PRESET"] == "tiny"
+            assert main(words) == 0
+            assert capsys.readouterr().out != expected

@@ -141,7 +141,7 @@ def test_the_page_stands_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str
     ("words", "sentence"),
     [
         (["nowhere"], "there is no package or directory nowhere"),
-        (["runs", "--price", "0"], "--price must be positive"),
+        (["runs", "--price", "0"], "--price: must be at least"),
         (["runs", "--output", "history.pdf"], "--output must be a .html file"),
         (["none"], "holds no run"),
         (["not-a-package"], "not-a-package cannot be read"),
