@@ -14,6 +14,8 @@ import numpy as np
 
 from t5bench.costmodel.flops import flops_per_iteration
 from t5bench.costmodel.job import Architecture
+from t5bench.plan import command
+from t5bench.plan.engine import config_of_settings
 from t5bench.record import files, records
 from t5bench.record.checkpoints import Checkpoints
 from t5bench.record.command import script
@@ -21,6 +23,7 @@ from t5bench.record.log import Iteration
 from t5bench.record.plan import Arguments, Layout, Plan, Setting, Strategy
 from t5bench.record.settings import BY_NAME, default_values
 from t5bench.record.status import COMPLETE, RUNNING
+from t5bench.tools.verify.implied import choices_of, draft_of
 
 PORTS = {"ddp": 29800, "zero1": 29801, "zero2": 29802, "zero3": 29803, "zero3_offload": 29804, "pipeline": 29810,
          "tensor": 29811, "hybrid": 29812}  # fmt: skip
@@ -42,9 +45,6 @@ LARGE = {
 LAYOUTS = {"tensor": (2, 1), "pipeline": (1, 2), "hybrid": (2, 2)}  # TP, PP; 1, 1 for the others
 ZERO_STAGES = {"zero1": 1, "zero2": 2, "zero3": 3, "zero3_offload": 3}
 RTX_5000_ADA = "NVIDIA RTX 5000 Ada Generation"
-# Arguments that a launcher adds for a setting that is not at its default.
-OWN = {"SAVE_INTERVAL": "--save-interval", "RECOMPUTE": "--recompute-granularity", "EVAL_ONLY": "--skip-train",
-       "RAMPUP_BATCH_SIZE": "--rampup-batch-size"}  # fmt: skip
 VOCABULARY = 4224
 OF_A_PART = ("status", "reason", "remedy", "padded_vocab_size", "versions", "commits")
 
@@ -103,10 +103,6 @@ def made_plan(
         for argument in BY_NAME[setting_name].arguments:
             words += [argument, setting.value]
     environment = {"DS_ACCELERATOR": "cpu"} if fields.get("device", "cpu") == "cpu" else {}
-    for name, argument in OWN.items():
-        if not plan_settings[name].is_default:
-            value = plan_settings[name].value
-            own_arguments = [*own_arguments, argument, *value.split() * (argument != "--skip-train")]
     if (iteration := plan_settings["PROFILE_ITERATION"].value) != "0":
         environment["T5_PROFILE"] = f"{iteration}:/run/profile.json"
     ds_config, colour = f"megatron_{strategy}.json" if stage else "", COLOURS.get(strategy, "#123456")
@@ -118,12 +114,27 @@ def made_plan(
         "engine": "megatron", "engine_directory": "/engine", "engine_patches": "series",
         "data_prefix": "/data/xsum", "tokenizer": "t", "output_dir": chosen.get("OUTPUT_DIR", "/run"),
         "layout": Layout(nodes, here, world_size, tp, pp, dp, batch // (micro_batch * dp), 1 if pp > 1 else None),
-        "ds_config": {"zero_optimization": {"stage": stage, "overlap_comm": False}} if stage else None,
+        "ds_config": None,
         "arguments": Arguments(settings=words, own=own_arguments, extra=list(extra_arguments)),
         "environment": environment,
         "program": ["pretrain_t5.py"],
     }  # fmt: skip
-    return Plan(**made | fields)
+    plan = Plan(**made | fields)
+    if stage and "ds_config" not in fields:
+        options = config_of_settings(draft_of(plan))
+        plan = replace(plan, ds_config=options | {"zero_optimization": {"stage": stage, "overlap_comm": False}})
+    if "arguments" in fields:
+        return plan
+    method = own_arguments_of(plan)
+    return replace(plan, arguments=replace(plan.arguments, own=[*own_arguments, *method]))
+
+
+def own_arguments_of(plan: Plan) -> list[str]:
+    """Those that a launcher adds for the method, for evaluating and for checkpoints."""
+    method = command.method_arguments(draft_of(plan), choices_of(plan))
+    saves = plan.value("SAVE_INTERVAL") != "0" and plan.value("EVAL_ONLY") != "1"
+    saving = ["--save-interval", plan.value("SAVE_INTERVAL")] if saves else []
+    return [*saving, *["--skip-train"] * (plan.value("EVAL_ONLY") == "1"), *method]
 
 
 def made_checkpoints(

@@ -18,6 +18,7 @@ NOT_GIVEN = "not given"  # an engine argument
 NOT_SET = "not set"  # a variable of the environment
 # Variables that say where a run is and how it is called, not how it computes.
 PLACES = ("SLURM_", "WANDB_", "HF_", "CUDA_VISIBLE_DEVICES")
+THREADS = "OMP_NUM_THREADS"
 ENGINE_ARGUMENTS = "engine_arguments"  # what --allow calls all of them
 
 
@@ -29,6 +30,18 @@ def gpu_names(run: Run) -> str | None:
     if len(counts) > 1:
         return " + ".join(f"{counts[name]} x {name}" for name in sorted(counts))
     return next(iter(counts), None)
+
+
+def threads_of(run: Run) -> str | None:
+    """The threads of a process that computes on a CPU, as far as the record has them."""
+    recorded = {(node.get("environment") or {}).get(THREADS) for node in run.nodes}
+    return run.plan.environment.get(THREADS) or " + ".join(sorted(filter(None, recorded))) or None
+
+
+def _threads_follow_processes(by_value: Mapping[Any, Sequence[Run]]) -> bool:
+    """Whether runs with equally many processes on a node have equally many threads: the launchers share the cores."""
+    pairs = {(run.layout.nproc_per_node, value) for value, runs in by_value.items() for run in runs}
+    return len(pairs) == len({processes for processes, _ in pairs})
 
 
 def _facts(run: Run, role: str, **machine: Any) -> dict[str, Any]:
@@ -47,6 +60,7 @@ def _facts(run: Run, role: str, **machine: Any) -> dict[str, Any]:
 def compared(run: Run) -> dict[str, Any]:
     """What runs must share to be compared, by the name that messages print and --allow takes."""
     machine = {"engine": run.engine, "device": run.plan.device, "gpu": gpu_names(run), "world_size": run.world_size}
+    machine[THREADS] = threads_of(run)
     return _facts(run, "compared", **machine)
 
 
@@ -107,6 +121,8 @@ def refuse(runs: Sequence[Run], baseline: str, allowed: Collection[str]) -> None
             if not lacking:
                 continue
             line += f": there is no {baseline} run at {', '.join(map(processes, sorted(lacking)))}"
+        if name == THREADS and _threads_follow_processes(by_value):
+            continue
         lines.setdefault(ENGINE_ARGUMENTS if name.startswith("--") else name, []).append(line)
     names = [name for name in lines if name not in allowed]
     if names:

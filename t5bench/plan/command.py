@@ -104,7 +104,14 @@ def own_arguments(draft: Draft, choices: Choices) -> list[str]:
         words += ["--layout-independent-init"]
     words += wandb_arguments(draft, choices)
     words += checkpoint_arguments(draft, choices)
-    words += recomputation_arguments(draft)
+    return [*words, *method_arguments(draft, choices)]
+
+
+def method_arguments(draft: Draft, choices: Choices) -> list[str]:
+    """The engine arguments that follow from the strategy and its settings alone, on any machine."""
+    value = draft.value
+    layout = choices.layout
+    words = recomputation_arguments(draft)
     if value("RAMPUP_BATCH_SIZE"):
         words += ["--rampup-batch-size", *value("RAMPUP_BATCH_SIZE").split()]
     if draft.is_on("SEQUENCE_PARALLEL") and layout.tp > 1:

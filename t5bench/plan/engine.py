@@ -199,18 +199,10 @@ def _is_open(path: Path) -> bool:
     return False
 
 
-def effective_config(draft: Draft) -> dict[str, Any] | None:
-    """A strategy's own JSON completed with the run's batch sizes (in samples), clipping norm and precision.
-
-    DeepSpeed takes these from the JSON and Megatron from its arguments, and neither notices when they differ: a
-    different micro-batch size changes the gradient scale, fp32 arguments with a bf16 JSON train in bf16. Here both come
-    from the same settings. None for a strategy without DeepSpeed, or with a JSON that cannot be used.
-    """
-    if not draft.strategy.ds_config:
-        return None
-    path = REPOSITORY / "ds_configs" / draft.strategy.ds_config
+def config_of_settings(draft: Draft) -> dict[str, Any]:
+    """The DeepSpeed options that come from settings: batch sizes (in samples), clipping norm, precision."""
     precision = draft.value("PRECISION_FLAG")
-    run_config: dict[str, Any] = {
+    config: dict[str, Any] = {
         "train_batch_size": draft.number("GLOBAL_BATCH_SIZE"),
         "train_micro_batch_size_per_gpu": draft.number("MICRO_BATCH_SIZE"),
         "gradient_clipping": float(draft.value("CLIP_GRAD")),
@@ -222,7 +214,20 @@ def effective_config(draft: Draft) -> dict[str, Any] | None:
     if draft.value("GRADIENT_REDUCTION") == "fp32":
         # As Megatron's DDP does in every precision. Without data_types.grad_accum_dtype, with which DeepSpeed would
         # choose another optimizer for ZeRO-1 in bf16.
-        run_config["communication_data_type"] = "fp32"
+        config["communication_data_type"] = "fp32"
+    return config
+
+
+def effective_config(draft: Draft) -> dict[str, Any] | None:
+    """A strategy's own JSON completed with the run's batch sizes (in samples), clipping norm and precision.
+
+    DeepSpeed takes these from the JSON and Megatron from its arguments, and neither notices when they differ: a
+    different micro-batch size changes the gradient scale, fp32 arguments with a bf16 JSON train in bf16. Here both come
+    from the same settings. None for a strategy without DeepSpeed, or with a JSON that cannot be used.
+    """
+    if not draft.strategy.ds_config:
+        return None
+    path = REPOSITORY / "ds_configs" / draft.strategy.ds_config
     try:
         stage_config = json.loads(path.read_text())
         check_strategy(stage_config, str(path))
@@ -243,7 +248,7 @@ def effective_config(draft: Draft) -> dict[str, Any] | None:
         source = "OVERLAP_COMM=on" if draft.value("OVERLAP_COMM") == "on" else str(path)
         warning = f"warning: overlap_comm is true ({source}), with which ZeRO-2 and ZeRO-3 have hung on GPUs"
         draft.notes.append(f"{warning}: OVERLAP_COMM=off avoids it (DeepSpeed's default for ZeRO-3 is true)")
-    return run_config | stage_config
+    return config_of_settings(draft) | stage_config
 
 
 def offload_device(config: Mapping[str, Any], name: str) -> str:

@@ -7,6 +7,7 @@ follows, and the recorder's clock runs beside the engine's. ``RELATIONS`` lists 
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -31,6 +32,7 @@ from t5bench.record.records import ENDING, read_parts
 from t5bench.record.run import Run
 from t5bench.record.settings import BY_NAME
 from t5bench.record.status import CANCELLED, COMPLETE
+from t5bench.tools.verify.implied import contradictions_of_command, contradictions_of_ds_config
 
 # Tolerances. Those of printed figures are their last digit, and a little more where two of them are multiplied.
 RATE = 0.0006
@@ -40,6 +42,10 @@ CLOCK = 0.02  # of the time between two lines; honest runs stay below 0.004
 CLOCK_SECONDS = 0.05  # a busy machine's lines come late
 LINES_AT_ONCE = 4  # of which one is in time
 MOST_COMPARED = 20  # groups of lines
+LEAST_HOST_MIB = 50
+SAMPLED_SECONDS = 120  # a run that took longer has samples
+SAMPLED_SHARE = 0.1  # of those that are due
+PROFILED_SHARE = 0.5
 SILENT_SECONDS = 3600  # before the first line, while nodes wait for each other and extensions compile, and at the end
 SAMPLE_SECONDS = 60  # a sample that is due when a run ends may come later
 LINK = 1.1
@@ -212,6 +218,12 @@ def _settings(evidence: Evidence) -> Iterator[str]:
             yield f"the engine was given {argument}, but the plan has no setting {' or '.join(names)}"
 
 
+def _command(evidence: Evidence) -> Iterator[str]:
+    """Of every node, whose plans may differ in places and names."""
+    yield from contradictions_of_command(evidence.run.plan)
+    yield from contradictions_of_ds_config(evidence.run.plan)
+
+
 def _vocabulary(evidence: Evidence) -> Iterator[str]:
     run = evidence.run
     given = run.plan.named_arguments.get("make_vocab_size_divisible_by")
@@ -361,6 +373,17 @@ def _skipped(evidence: Evidence) -> Iterator[str]:
             yield f"iteration {line.iteration} has the loss {line.lm_loss}, but counts no iteration that has none"
 
 
+def _norms(evidence: Evidence) -> Iterator[str]:
+    """An update by gradients whose norm is nan leaves no finite weight, so that no later loss is finite."""
+    lines = evidence.run.iterations
+    for number, line in enumerate(lines):
+        if line.grad_norm is None or not math.isnan(line.grad_norm) or line.skipped:
+            continue
+        later = [after.lm_loss for after in lines[number:] if after.lm_loss is not None]
+        if all(map(math.isfinite, later)):
+            yield f"iteration {line.iteration} has the gradient norm nan, but its loss and all later ones are finite"
+
+
 def _evaluations(evidence: Evidence) -> Iterator[str]:
     plan = evidence.run.plan
     every = plan.number("EVAL_INTERVAL")
@@ -501,6 +524,8 @@ def _peak_memory(evidence: Evidence) -> Iterator[str]:
         device = max((entry.get("memory_mib") or 0 for entry in part["devices"]), default=0)
         for peak in part["peak_memory"]:
             name = f"rank {peak['rank']} of node {part['node']}"
+            if peak["host_mib"] < LEAST_HOST_MIB:
+                yield f"{name} used {peak['host_mib']:g} MiB of the host, less than an interpreter with torch takes"
             if host and peak["host_mib"] > host:
                 yield f"{name} used {peak['host_mib']:g} MiB of the host's {host:g}"
             if device and (peak["device_mib"] or 0) > device:
@@ -511,6 +536,10 @@ def _peak_memory(evidence: Evidence) -> Iterator[str]:
 
 def _peak_lines(evidence: Evidence) -> Iterator[str]:
     run = evidence.run
+    counts = Counter(int(match[1]) for _, match in evidence.matches(_PEAK))
+    for rank, count in counts.items():
+        if count > 1:
+            yield f"the logs have {count} lines with the peak memory of rank {rank}, which prints one"
     for part in run.nodes:
         for entry in evidence.logs[part["node"]]:
             for match in _PEAK.finditer(entry.text):
@@ -533,6 +562,18 @@ def _sample_times(evidence: Evidence) -> Iterator[str]:
         for sample in evidence.run.samples[part["node"]]:
             if not began - STEP_SECONDS <= sample["time"] <= ended + SAMPLE_SECONDS:
                 yield f"{name} has a sample of {sample['time']:.0f}, outside the run, {started:.0f} to {ended:.0f}"
+
+
+def _samples_present(evidence: Evidence) -> Iterator[str]:
+    interval = evidence.run.plan.decimal("SAMPLE_INTERVAL")
+    for part in evidence.run.nodes:
+        if part["status"] != COMPLETE or not part["ended"]:
+            continue
+        took = seconds(part["ended"]) - seconds(part["started"])
+        count = len(evidence.run.samples[part["node"]])
+        if took > SAMPLED_SECONDS and count < SAMPLED_SHARE * took / interval:
+            what = f"node{part['node']}.samples.jsonl has {count} samples of {took:.0f} s"
+            yield f"{what}, where one is taken every {interval:g} s"
 
 
 def _links(evidence: Evidence) -> Iterator[str]:
@@ -648,7 +689,10 @@ class _Profiled(msgspec.Struct):
 def _profile(evidence: Evidence) -> Iterator[str]:
     run = evidence.run
     path = run.directory / PROFILE
+    profiled = run.plan.number("PROFILE_ITERATION")
     if not path.exists():
+        if run.status == COMPLETE and run.plan.resume_from < profiled <= run.plan.last_iteration:
+            yield f"{PROFILE} is missing, though iteration {profiled} was to be profiled and the run is complete"
         return
     try:
         content = decoded(path, read(path), _Profiled)
@@ -658,7 +702,6 @@ def _profile(evidence: Evidence) -> Iterator[str]:
     ranks = content.ranks
     if sorted(entry.rank for entry in ranks) != list(range(run.world_size)):
         yield f"{PROFILE} has {len(ranks)} ranks, in a run of {run.world_size} processes"
-    profiled = run.plan.number("PROFILE_ITERATION")
     is_of_an_earlier_attempt = (content.iteration or 0) <= run.plan.resume_from
     if content.iteration not in (None, profiled) and not is_of_an_earlier_attempt:
         yield f"{PROFILE} is of iteration {content.iteration}, planned was {profiled}"
@@ -666,6 +709,21 @@ def _profile(evidence: Evidence) -> Iterator[str]:
         total = sum(entry.parts.values())
         if not _is_near(total, entry.wall_ms, 0.01, 1.0):
             yield f"the parts of rank {entry.rank} in {PROFILE} take {total:.4g} ms, the whole {entry.wall_ms:.4g} ms"
+    if profiled and content.iteration == profiled and ranks:
+        yield from _time_of_profile(run, profiled, max(entry.wall_ms for entry in ranks))
+
+
+def _time_of_profile(run: Run, profiled: int, took: float) -> Iterator[str]:
+    """The profiled iteration lies between two lines, and a profiler makes none faster. took: milliseconds."""
+    lines = [line for line in run.iterations if math.isfinite(line.elapsed_ms)]
+    others = [line.elapsed_ms for line in lines]
+    if others and took < PROFILED_SHARE * min(others):
+        yield f"{PROFILE} takes {took:.4g} ms, but the fastest iteration {min(others):.4g} ms"
+    for before, line in pairwise(lines):
+        if before.iteration < profiled <= line.iteration and before.begin == line.begin and before.time and line.time:
+            passed = 1000 * (line.time - before.time)
+            if took > passed * (1 + CLOCK) + 1000 * CLOCK_SECONDS:
+                yield f"{PROFILE} takes {took:.4g} ms, but its line came {passed:.4g} ms after the one before"
 
 
 RELATIONS: tuple[Relation, ...] = (
@@ -674,6 +732,8 @@ RELATIONS: tuple[Relation, ...] = (
     Relation("processes, DP, TP and PP in Megatron's first line", "the plan's layout", "none", _megatron_header),
     Relation("the arguments that an engine prints", "the plan's arguments", "none", _engine_arguments),
     Relation("settings that the engine is given as arguments", "the plan's arguments", "none", _settings),
+    Relation("the engine's arguments and DeepSpeed's options", "the plan's settings, by the planner's own functions",
+             "none", _command),
     Relation("padded vocabulary", "the tokenizer's size, the multiple and TP", "none", _vocabulary),
     Relation("the parameters that Megatron counts (TP 1, PP 1)", "architecture and vocabulary", "none", _parameters),
     Relation("consumed samples, global batch", "iterations times the planned batch", "none", _samples),
@@ -686,6 +746,7 @@ RELATIONS: tuple[Relation, ...] = (
     Relation("loss scale", "the precision: 1 except in fp16", "none", _loss_scale),
     Relation("skipped iterations, iterations without a finite loss", "the interval, the precision, the loss", "none",
              _skipped),
+    Relation("a gradient norm of nan", "no finite loss follows, unless the update was skipped", "none", _norms),
     Relation("perplexity, iterations of evaluations", "the evaluation's loss; EVAL_INTERVAL", "0.002 %", _evaluations),
     Relation("the iterations' times", "the times at which their lines came, without evaluations, checkpoints "
              "and profiles", "2 % and 0.05 s", _clock),
@@ -695,10 +756,13 @@ RELATIONS: tuple[Relation, ...] = (
              f"{STEP_SECONDS} s; {SILENT_SECONDS // 60} minutes without a line", _node_times),
     Relation("the dates that Megatron prints", "the times of their lines, in any time zone", f"{STEP_SECONDS + 1} s",
              _local_time),
-    Relation("peak memory", "every rank once, on its node; at most the memory of the host or the GPU", "none",
-             _peak_memory),
-    Relation("host and device of a peak-memory line", "the record's host, the plan's device", "none", _peak_lines),
+    Relation("peak memory", "every rank once, on its node; at most the memory of the host or the GPU; on the "
+             f"host at least {LEAST_HOST_MIB} MiB", "none", _peak_memory),
+    Relation("host and device of a peak-memory line", "the record's host, the plan's device; one line of a rank",
+             "none", _peak_lines),
     Relation("times of samples", "the run's start and end", f"{SAMPLE_SECONDS} s", _sample_times),
+    Relation("number of samples", "SAMPLE_INTERVAL and the time of the run",
+             f"a tenth; runs of {SAMPLED_SECONDS} s", _samples_present),
     Relation("bytes between two samples", "at most what the link carries in that time", "10 %", _links),
     Relation("use and memory of GPUs in samples", "at most 100 %, at most the GPU's memory", "10 %", _gpus),
     Relation("exit status, signal, cause and reason of a node", "its status", "none", _ends),

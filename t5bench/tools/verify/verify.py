@@ -7,7 +7,8 @@ import re
 import tarfile
 import tempfile
 import zlib
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -18,6 +19,7 @@ from t5bench import Problem
 from t5bench.record.files import MOST_BYTES, RecordError, open_file, read, sha256
 from t5bench.record.reader import decoded
 from t5bench.record.records import SWEEP, looks_like_run, read_list
+from t5bench.record.run import Run
 from t5bench.report.compare import PAGE, UNFORESEEN, write
 from t5bench.text import visible
 from t5bench.tools.verify.pack import (
@@ -33,6 +35,8 @@ from t5bench.tools.verify.pack import (
 )
 
 _CURVE = re.compile(r'<path d="([^"]*)"[^>]*style="fill: none[^"]*stroke[^"]*"')
+_TEXT = re.compile(r"<text\b[^>]*>([^<]*)</text>")
+_NUMBERS = re.compile(r"[\d\s.,:+\u2212\u00d7^%-]*[kMG]?")
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 LEAST_OF_A_CURVE = 6  # numbers: three points; a shorter line is an axis, a tick or an entry of the legend
 SAME_POINT = 1.44  # points, of which an inch has 72
@@ -94,6 +98,7 @@ def findings(problems: list[str]) -> Iterator[str]:
     yield from _wrongly_absent(contents)
     comparison, faults = publish(contents)
     yield from faults
+    yield from _in_another_order(comparison.runs)
     problems += comparison.problems
     write(comparison, ANEW)
     computed_files = sorted(path.name for path in ANEW.iterdir())
@@ -128,6 +133,20 @@ def _wrongly_absent(contents: Contents) -> Iterator[str]:
             yield f"{RUNS}/{name} is on the sweep's list of runs but not in the package"
         elif name not in absent:
             yield (f"{RUNS}/{name} is listed as absent, but it is in the package or not on the sweep's list of runs")
+
+
+def _in_another_order(runs: Sequence[Run]) -> Iterator[str]:
+    """Where the sweep's list does not have the order of the runs' starts, except for those that were tried again."""
+    by_name = {str(run.directory.relative_to(RUNS)): run for run in runs if run.directory.is_relative_to(RUNS)}
+    listed = [name for name in read_list(RUNS) if name in by_name]
+    for number, name in enumerate(listed):
+        started = by_name[name].record["started"]
+        if any((RUNS / name).glob("node*.json.*")):
+            continue
+        earlier = [after for after in listed[number + 1 :] if by_name[after].record["started"] < started]
+        if earlier:
+            yield f"{RUNS}/{SWEEP} lists {name} before {earlier[0]}, which started before it"
+            return
 
 
 def _both(name: str) -> tuple[str, str]:
@@ -183,10 +202,20 @@ def _page_differences(drawn_by: str) -> list[str]:
         return [_first_difference(PAGE, published_text, computed_text)]
     drawings = zip(_DRAWING.findall(published), _DRAWING.findall(computed), strict=True)
     for number, (drawing, expected) in enumerate(drawings, 1):
+        theirs = _words(drawing) - _words(expected)
+        if theirs:
+            said = f"drawing {number} says '{next(iter(theirs))}', which does not follow from the logs"
+            return [f"{PUBLISHED}/{PAGE}: {said}"]
         if not _has_the_curves(drawing, expected):
             by = f"matplotlib {drawn_by}, and {matplotlib.__version__} draws other curves from the logs"
             return [f"{PUBLISHED}/{PAGE}: drawing {number} claims to be drawn by {by}"]
     return []
+
+
+def _words(drawing: str) -> Counter[str]:
+    """The texts in a drawing; not the numbers at its axes, which another matplotlib may choose otherwise."""
+    texts = (text.strip() for text in _TEXT.findall(drawing))
+    return Counter(text for text in texts if not _NUMBERS.fullmatch(text))
 
 
 def _curves(drawing: str) -> list[list[float]]:

@@ -1,4 +1,4 @@
-"""Ways of tampering with records, 64 and more, and what each is told."""
+"""Ways of tampering with records, 80 and more, and what each is told."""
 
 import json
 import random
@@ -40,7 +40,13 @@ def arguments_of(run: Path) -> list[tuple[str, str]]:
 
 def make_pristine(root: Path) -> Path:
     """A run of each engine on a CPU, one of two nodes with GPUs, and a short one, with what engines print at first."""
-    watched = {"EVAL_INTERVAL": "10", "EVAL_ITERS": "2", "LR_WARMUP_ITERS": "8", "MIN_LR": "0.00001"}
+    watched = {
+        "EVAL_INTERVAL": "10",
+        "EVAL_ITERS": "2",
+        "LR_WARMUP_ITERS": "8",
+        "MIN_LR": "0.00001",
+        "PROFILE_ITERATION": "25",
+    }
     sampled: dict[str, Any] = {"sent_per_iteration": 1e6, "sample_seconds": 0.5}
     native = make_run(root / "native", elapsed_ms=TIMES, engine="native", settings=watched, **sampled)
     size = parameters(load(native).architecture)
@@ -54,9 +60,9 @@ def make_pristine(root: Path) -> Path:
         log.write_text(re.sub(pattern, rf"\1\2 {text}\n", log.read_text(), flags=re.MULTILINE))
     part = json.loads((native / PART).read_text())
     (native / PART).write_text(json.dumps(part | {"evaluations": EVALUATIONS}))
-    rank = {"host": "node0", "wall_ms": 9.0, "parts": {"forward": 4.0, "backward": 5.0}}
+    rank = {"host": "node0", "wall_ms": 99.0, "parts": {"forward": 44.0, "backward": 55.0}}
     ranks = [rank | {"rank": number} for number in range(2)]
-    (native / "profile.json").write_text(json.dumps({"iteration": 0, "ranks": ranks}))
+    (native / "profile.json").write_text(json.dumps({"iteration": 25, "ranks": ranks}))
     megatron = make_run(root / "zero1", "zero1", elapsed_ms=TIMES[::-1],
                         own_arguments=["--make-vocab-size-divisible-by", "64"])  # fmt: skip
     began = json.loads((megatron / PART).read_text())["started"].replace("T", " ")[:19]
@@ -72,10 +78,14 @@ def make_pristine(root: Path) -> Path:
     gpus = make_run(root / "gpus", elapsed_ms=TIMES[7:] + TIMES[:7], nodes=2, gpu="NVIDIA A100", log_interval=2,
                     settings={"PRECISION_FLAG": "--bf16"}, **sampled)  # fmt: skip
     short = make_run(root / "short", "tensor", elapsed_ms=TIMES[:12])
-    for run in (megatron, gpus, short):
+    zero2 = make_run(root / "zero2", "zero2", elapsed_ms=TIMES[3:15])
+    staged = make_run(root / "staged", "pipeline", elapsed_ms=TIMES[4:16])
+    slow = make_run(root / "slow", "zero3", elapsed_ms=[100 * time for time in TIMES[5:30]], **sampled | {
+        "sample_seconds": 2.0})  # fmt: skip
+    for run in (megatron, gpus, short, zero2, staged, slow):
         header(run, *(f"  {name} {'.' * 20} {value}" for name, value in arguments_of(run)))
     header(native, "native engine's arguments: " + " ".join(f"{name}={value}" for name, value in arguments_of(native)))
-    for run in (native, megatron, gpus, short):
+    for run in (native, megatron, gpus, short, zero2, staged, slow):
         seal(run)
     return root
 
@@ -121,7 +131,7 @@ def iteration_log(run: Path) -> str:
 NAMES = {
     "elapsed_ms": r"elapsed time per iteration \(ms\)", "samples_per_second": "samples per second",
     "learning_rate": "learning rate", "lm_loss": "lm loss", "tflops": "TFLOPs", "loss_scale": "loss scale",
-    "skipped": "number of skipped iterations", "nan": "number of nan iterations",
+    "grad_norm": "grad norm", "skipped": "number of skipped iterations", "nan": "number of nan iterations",
 }  # fmt: skip
 
 
@@ -173,6 +183,32 @@ def setting(name: str, argument: str, to: str) -> Change:
         (run / PART).write_text(json.dumps(part))
 
     return also(change, sub("node0.command.sh", rf"({argument} )\S+", rf"\g<1>{to}"))
+
+
+def claimed(name: str, to: str) -> Change:
+    """Another value of a setting, and nothing else."""
+
+    def change(run: Path) -> None:
+        part = json.loads((run / PART).read_text())
+        (role,) = [role for role, values in part["plan"]["settings_by_role"].items() if name in values]
+        assert part["plan"]["settings_by_role"][role][name] != to
+        part["plan"]["settings_by_role"][role][name] = to
+        (run / PART).write_text(json.dumps(part))
+
+    return change
+
+
+def profiled(factor: float) -> Change:
+    """All times of the profile, times a factor."""
+
+    def change(run: Path) -> None:
+        content = json.loads((run / "profile.json").read_text())
+        for rank in content["ranks"]:
+            rank["wall_ms"] *= factor
+            rank["parts"] = {name: factor * time for name, time in rank["parts"].items()}
+        (run / "profile.json").write_text(json.dumps(content))
+
+    return change
 
 
 def moved(seconds: float) -> Change:
@@ -283,6 +319,30 @@ TAMPERINGS: dict[str, tuple[str, Change, str]] = {
     "a skipped update": ("gpus", figure("skipped", lambda _: 1, [6]), "has the learning rate .*, but the schedule"),
     "more skipped than there are": ("gpus", figure("skipped", lambda _: 5, [6]), "has 5 iterations skipped"),
     "a loss that is no number": ("native", figure("lm_loss", lambda _: float("nan"), [9]), "counts no iteration that"),
+    "a norm that is no number": ("native", figure("grad_norm", lambda _: float("nan"), [9]), "gradient norm nan, but"),
+    "norms that are no numbers": ("native", figure("grad_norm", lambda _: float("nan")), "the gradient norm nan, but"),
+    # ---- methods that the engine was not told to use
+    "gradients reduced once": (
+        "zero2", claimed("ZERO_REDUCE_ONCE", "1"), "imply --zero-reduce-once, which the engine was not given"),
+    "gradients reduced in fp32": ("zero1", claimed("GRADIENT_REDUCTION", "fp32"), "have no communication_data_type"),
+    "sequence parallelism": (
+        "short", claimed("SEQUENCE_PARALLEL", "1"), "imply --sequence-parallel, which the engine was not given"),
+    "a zero-bubble schedule": (
+        "staged", claimed("PIPELINE_SCHEDULE", "zero-bubble"), "imply --pipeline-schedule zero-bubble, which the"),
+    "flash attention": ("zero1", claimed("FLASH_ATTENTION", "on"), "the engine was not given --use-flash-attn-v2"),
+    "communication that overlaps": ("zero2", claimed("OVERLAP_COMM", "on"), "OVERLAP_COMM is 'on', but the DeepSpeed"),
+    "a setting's argument left out": (
+        "zero2", value(PART, "plan", "arguments", "settings", to=lambda words: words[:-2]), "was not given"),
+    "an argument without a setting": (
+        "short", value(PART, "plan", "arguments", "own", to=lambda words: [*words, "--sequence-parallel"]),
+        "given --sequence-parallel, which no setting of the plan implies"),
+    "a ZeRO stage that the engine was not given": (
+        "zero2", value(PART, "plan", "arguments", "own", to=lambda words: [
+            "1" if word == "2" else word for word in words]), "imply --zero-stage 2, but the engine was given"),
+    "other clipping in DeepSpeed": (
+        "zero2", value(PART, "plan", "ds_config", "gradient_clipping", to=0.3), "the DeepSpeed option gradient_clip"),
+    "bf16 in DeepSpeed": (
+        "zero2", value(PART, "plan", "ds_config", "bf16", "enabled", to=True), "the DeepSpeed option bf16"),
     # ---- evaluations
     "a better validation loss": ("native", also(
         sub(LOG, "value: 7.500000E", "value: 7.400000E", 1), value(PART, "evaluations", 0, "lm_loss", to=7.4)),
@@ -330,6 +390,13 @@ TAMPERINGS: dict[str, tuple[str, Change, str]] = {
         r"peak memory is of the ranks \[0\], in a run of 2"),
     "more memory than the host has": ("native", both_peaks(0, host_mib=99000.0), "99000 MiB of the host's 24000"),
     "more memory than a GPU has": ("gpus", both_peaks(0, device_mib=99000.0), "99000 MiB of a GPU's 32000"),
+    "less memory than an interpreter takes": ("native", both_peaks(0, host_mib=20.0), "20 MiB of the host, less than"),
+    "two peaks of one rank": (
+        "native", sub(LOG, r"^(.*peak memory \| rank 1 .*\n)", r"\1\1"), "2 lines with the peak memory of rank 1"),
+    "the samples of a long run left out": ("slow", lambda run: (run / SAMPLES).unlink(), "has 0 samples of 26"),
+    "all but one sample of a long run": (
+        "slow", lambda run: (run / SAMPLES).write_text((run / SAMPLES).read_text().splitlines()[0] + "\n"),
+        "has 1 samples of 26"),
     "a peak from another host": ("native", sub(LOG, r"host node0 \|", "host node9 |"), "from the host node9"),
     "a peak on another device": ("native", sub(LOG, r"device cpu \|", "device cuda:0 |"), "from the device cuda"),
     "less reserved than allocated": (
@@ -357,11 +424,15 @@ TAMPERINGS: dict[str, tuple[str, Change, str]] = {
     # ---- files that repeat the record
     "another seed in the command": ("native", sub("node0.command.sh", "--seed 1234", "--seed 1235"), "another command"),
     "another stage": ("zero1", value("ds_config.json", "zero_optimization", "stage", to=2), "ds_config.json differs"),
+    "a profile left out": ("native", lambda run: (run / "profile.json").unlink(), "profile.json is missing, though it"),
+    "a profile that takes longer than its iteration": (
+        "native", profiled(5.0), "profile.json takes 495 ms, but its line came"),
+    "a profile that takes no time": ("native", profiled(0.01), "0.99 ms, but the fastest iteration 100"),
     "a rank of the profile left out": (
         "native", value("profile.json", "ranks", to=lambda ranks: ranks[:1]), "has 1 ranks, in a run of 2 processes"),
     "a profile of another iteration": ("native", value("profile.json", "iteration", to=5), "is of iteration 5"),
     "a shorter part of a profile": (
-        "native", value("profile.json", "ranks", 0, "parts", "backward", to=1.0), "take 5 ms, the whole 9 ms"),
+        "native", value("profile.json", "ranks", 0, "parts", "backward", to=1.0), "take 45 ms, the whole 99 ms"),
     # ---- copies
     "a copy with times x 1.01": (
         "native", copied("native", "again", a_copy_with_times(1.01)),

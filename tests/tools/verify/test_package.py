@@ -11,7 +11,7 @@ from pathlib import Path
 
 import matplotlib
 import pytest
-from made_runs import make_run, seal
+from made_runs import START, make_run, seal
 from support import STRATEGIES
 
 from t5bench.__main__ import main
@@ -40,9 +40,18 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     runs = tmp_path_factory.mktemp("sweep") / "all"
     times = [100.0 + number % 7 for number in range(40)]
     make_run(runs / "repeat1" / "ddp", elapsed_ms=times)
-    make_run(runs / "repeat1" / "zero1", "zero1", elapsed_ms=times[::-1], sent_per_iteration=1e6, sample_seconds=0.5)
+    later = {"start": START + 100.0}
+    make_run(runs / "repeat1" / "zero1", "zero1", elapsed_ms=times[::-1], sent_per_iteration=1e6, sample_seconds=0.5,
+             **later)  # fmt: skip
     longer = {"TRAIN_ITERS": "40"}
-    make_run(runs / "repeat1" / "zero3", "zero3", elapsed_ms=times[:9], settings=longer, status="crashed")
+    make_run(
+        runs / "repeat1" / "zero3",
+        "zero3",
+        elapsed_ms=times[:9],
+        settings=longer,
+        status="crashed",
+        start=START + 200.0,
+    )
     rank = {"host": "node0", "wall_ms": 9.0, "parts": {"forward": 9.0}, "operators": 1000, "processor": {}}
     ranks = [rank | {"rank": number, "waited_for": {}, "links": {}} for number in range(2)]
     write_json(runs / "repeat1" / "ddp" / "profile.json", {"ranks": ranks})
@@ -144,7 +153,7 @@ SEALED: dict[str, tuple[Change, str]] = {
     "a digit in a log": (text(LOG, ELAPSED, r"\g<1>11\2"), r"has elapsed_ms 10\d.*, node0.log line \d+ has 11\d"),
     "a digit in the metrics": (text(METRICS, THE_SAME, r"\g<1>11\2"), "metrics.jsonl line 20 has elapsed_ms"),
     "a loss in the metrics": (text(METRICS, r'(_loss": )7', r"\g<1>6"), "metrics.jsonl line 1 has lm_loss 6"),
-    "a clock in the metrics": (text(METRICS, r'("time": 176370000)1', r"\g<1>2"), "line .* has time 176370000"),
+    "a clock in the metrics": (text(METRICS, r'("time": 176370010)1', r"\g<1>2"), "line .* has time 176370010"),
     "a time in log and metrics": (
         both(text(LOG, ELAPSED, r"\g<1>11\2"), text(METRICS, THE_SAME, r"\g<1>11\2")), "do not give 16 samples"),
     "each time and throughput in log and metrics": (
@@ -210,6 +219,12 @@ SEALED: dict[str, tuple[Change, str]] = {
     "a curve that another matplotlib is said to have drawn": (
         both(text(PAGE, r'(<path d="M \d+)(?=[^"]*"[^>]*style="fill: none; stroke)', r"\g<1>9", 40),
              value(CONTENTS, "drawn_by", to="1")), "draws other curves from the logs"),
+    "a label in a drawing that another matplotlib is said to have drawn": (
+        both(text(PAGE, "(<text[^>]*>)zero1", r"\1zero9"), value(CONTENTS, "drawn_by", to="1")),
+        "drawing 1 says 'zero9', which does not follow"),
+    "the list of runs in another order": (
+        value(LIST, "runs", to=["repeat1/zero1", "repeat1/ddp", "repeat1/zero3", "repeat1/hybrid"]),
+        "lists repeat1/zero1 before repeat1/ddp, which started before it"),
     "a curve of the page": (text(PAGE, r'(<path d="M \d+)', r"\g<1>9"), "index.html line .* does not follow"),
     "a failed run taken out": (without(FAILED), f"{FAILED} is on the sweep's list of runs but not in the package"),
     "a failed run taken off the list": (

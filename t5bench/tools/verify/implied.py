@@ -1,0 +1,114 @@
+"""The command that a plan's settings imply, by the functions with which the planner builds one, beside the recorded.
+
+A record may claim a method in its settings that the engine was never told to use. What the machine decided (paths, the
+kind of attention, W&B) is taken from the record, and so is what a user gave after ``--``.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from t5bench.plan import command
+from t5bench.plan.command import Choices
+from t5bench.plan.draft import Draft
+from t5bench.plan.engine import SERIES, config_of_settings, offload_device
+from t5bench.plan.settings import values_from
+from t5bench.record.plan import Plan, by_name, same_value
+from t5bench.record.settings import BY_NAME
+
+# Whose values are paths, which a run that was moved has kept.
+PATHS = ("--deepspeed_config",)
+
+
+def draft_of(plan: Plan) -> Draft:
+    """What was asked for: the recorded settings, and today's defaults for those that an earlier version lacked."""
+    values, defaults = values_from({}, plan.strategy)
+    values |= {name: setting.value for name, setting in plan.settings.items() if name in BY_NAME}
+    return Draft(
+        strategy=plan.strategy,
+        environ={},
+        directory="/",
+        values=values,
+        defaults=defaults,
+        extra=plan.arguments.extra,
+        hosts=plan.hosts,
+        master_address=plan.master_address,
+        node=str(plan.node),
+    )
+
+
+def choices_of(plan: Plan) -> Choices:
+    """What planning decided beyond the settings, as far as the record says so."""
+    assert plan.layout
+    own = by_name(plan.arguments.own)
+    ds_config = plan.ds_config
+    return Choices(
+        layout=plan.layout,
+        device=plan.device,
+        gpus_shared=plan.gpus_shared,
+        data_prefix=plan.data_prefix,
+        tokenizer=plan.tokenizer,
+        tokenizer_type=own.get("--tokenizer-type", "HFTokenizer"),
+        flash_attention="--use-flash-attn-v2" in own,
+        engine_has_all_patches=plan.engine_patches == SERIES,
+        zero_stage=plan.zero_stage if ds_config else None,
+        offloads_optimizer=bool(ds_config) and offload_device(ds_config, "offload_optimizer") == "cpu",
+        load=own.get("--load", ""),
+        wandb_mode="online" if "--wandb-project" in own else "disabled",
+        wandb_config="",
+        threads=1,
+    )
+
+
+def contradictions_of_command(plan: Plan) -> Iterator[str]:
+    """Arguments that the settings imply and the engine was not given, and those that it was given without a reason."""
+    draft = draft_of(plan)
+    choices = choices_of(plan)
+    settings = by_name(command.setting_arguments(draft))
+    method = by_name(command.method_arguments(draft, choices))
+    given = by_name([*plan.arguments.settings, *plan.arguments.own])
+    for name, value in (settings | method).items():
+        if name not in given:
+            if name in method or _was_recorded(plan, name):
+                yield f"the settings imply {_shown(name, value)}, which the engine was not given"
+        elif name not in PATHS and not same_value(given[name], value):
+            yield f"the settings imply {_shown(name, value)}, but the engine was given {_shown(name, given[name])}"
+    possible = settings | by_name(command.own_arguments(draft, choices))
+    for name, value in given.items():
+        if name not in possible:
+            yield f"the engine was given {_shown(name, value)}, which no setting of the plan implies"
+    wanted = plan.value("FLASH_ATTENTION", "auto")
+    has_flash = choices.flash_attention
+    if (plan.engine == "megatron" and (wanted == "on") > has_flash) or ((wanted == "off") and has_flash):
+        was = "was" if has_flash else "was not"
+        yield f"FLASH_ATTENTION is '{wanted}', but the engine {was} given --use-flash-attn-v2"
+
+
+def _was_recorded(plan: Plan, argument: str) -> bool:
+    """Whether the record has a setting that becomes this argument: an earlier version may have lacked both."""
+    return any(argument in BY_NAME[name].arguments for name in plan.settings if name in BY_NAME)
+
+
+def _shown(name: str, value: str) -> str:
+    return f"{name} {value}".strip()
+
+
+def contradictions_of_ds_config(plan: Plan) -> Iterator[str]:
+    """Where DeepSpeed's options are not those that the settings imply; a strategy's own file may add others."""
+    if bool(plan.strategy.ds_config) != bool(plan.ds_config):
+        has = "has" if plan.ds_config else "lacks"
+        yield f"the strategy {plan.strategy.name} {has} DeepSpeed options, its declaration says otherwise"
+    if not plan.ds_config:
+        return
+    draft = draft_of(plan)
+    implied: dict[str, Any] = config_of_settings(draft)
+    # A strategy's file may overrule how gradients travel; how often DeepSpeed prints changes nothing.
+    del implied["steps_per_print"]
+    travels_in = implied.pop("communication_data_type", None)
+    if travels_in and "communication_data_type" not in plan.ds_config:
+        yield f"GRADIENT_REDUCTION is '{travels_in}', but the DeepSpeed options have no communication_data_type"
+    for name, value in implied.items():
+        if plan.ds_config.get(name) != value:
+            yield f"the settings imply the DeepSpeed option {name} {value}, but the plan has {plan.ds_config.get(name)}"
+    overlap = draft.value("OVERLAP_COMM")
+    if overlap != "default" and plan.ds_config["zero_optimization"].get("overlap_comm") != (overlap == "on"):
+        yield f"OVERLAP_COMM is '{overlap}', but the DeepSpeed options do not have it so"
