@@ -38,6 +38,7 @@ TESTED = {
     "python -m t5bench predict": "tools/predict/test_predict.py",
     "python -m t5bench layouts": "tools/predict/test_predict.py",
     "python -m t5bench ranks": "tools/predict/test_predict.py",
+    "python tests/unchanged": "docs/test_unchanged.py",
     "python -m t5bench merge-data": "corpus/test_dataset.py",
     "python -m t5bench reshape": "tools/convert/test_reshape.py",
     "python -m t5bench export": "tools/convert/test_export.py",
