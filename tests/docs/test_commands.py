@@ -11,6 +11,8 @@ import pytest
 from real_runs import environment, make_clone
 from support import REPO_ROOT
 
+from t5bench.__main__ import COMMANDS, main
+
 # The beginning of a command, and the file of tests that runs it, which contains the command's last word.
 TESTED = {
     "bash scripts/quickstart.sh": "sweep/test_quickstart.py",
@@ -97,6 +99,13 @@ def test_every_command_is_accounted_for_and_the_lists_are_true():
     for beginning, file in TESTED.items():
         word = re.findall(r"[\w-]+", re.sub(r"\.(sh|py)$", "", beginning))[-1].removeprefix("run_megatron_t5_")
         assert word in (REPO_ROOT / "tests" / file).read_text(), f"{file} does not run {beginning}"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_explains_itself(name: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as ended:
+        main([name, "--help"])
+    assert ended.value.code == 0 and "show this help message" in capsys.readouterr().out
 
 
 @pytest.mark.slow
