@@ -6,15 +6,15 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
 import pytest
 from filelock import FileLock
 from hypothesis import settings
-from real_runs import CLONE, EXACT, WATCHED, run_quickstart, train
-from support import REPO_ROOT, STRATEGIES, Project, make_project
+from real_runs import CLONE, COLD, EXACT, WATCHED, run_quickstart, train
+from support import NATIVE_STRATEGIES, REPO_ROOT, STRATEGIES, Project, make_project
 
 # Tests run at the same time, and a library's threads that wait for each other by spinning would slow all of them down
 # many times over. A test may set its own number of threads.
@@ -134,48 +134,83 @@ def quickstart(once: Once) -> Path:
     return once("quickstart", run_quickstart) / CLONE
 
 
+# Each engine's runs of these start a new interpreter for every process, as a user's do: a strategy of PyTorch's, one
+# of DeepSpeed's, and one whose processes differ.
+STARTED_COLD = ("ddp", "zero1", "pipeline")
+
+
+def train_all(directory: Path, strategies: Sequence[str], **settings: str) -> None:
+    """A run of each strategy in directory/<strategy>. Megatron-DeepSpeed's hybrid has three dimensions, TP 2 x PP 2 x
+    DP 2, and the stages of its pipeline are on two nodes that share a file system."""
+    for strategy in strategies:
+        own = dict(settings)
+        if strategy in STARTED_COLD:
+            own |= COLD
+        nodes = 1
+        if settings["ENGINE"] == "megatron" and strategy == "hybrid":
+            own["NPROC_PER_NODE"] = "8"
+        if settings["ENGINE"] == "megatron" and strategy == "pipeline":
+            nodes = 2
+        train(strategy, *[directory / strategy] * nodes, **EXACT, **WATCHED, **own)
+
+
 @pytest.fixture(scope="session")
-def native_runs(quickstart: Path) -> Path:
-    """The native engine's run of every strategy, by the strategy's name: the quickstart's."""
-    (directory,) = (quickstart / "outputs" / "quickstart").glob("*/repeat1")
-    return directory
+def native_runs(once: Once, sample_data: Path) -> Path:
+    """The native engine's run of every strategy, by the strategy's name."""
+    settings = {"ENGINE": "native", "MEGATRON_DATA_DIR": str(sample_data)}
+    return once("runs of the native engine", partial(train_all, strategies=NATIVE_STRATEGIES, **settings))
 
 
 @pytest.fixture(scope="session")
 def megatron_runs(once: Once, megatron_dir: Path, sample_data: Path) -> Path:
-    """The real engine's run of every strategy with the same settings, by the strategy's name. The pipeline's stages are
-    on two nodes that share a file system; the hybrid has three dimensions, TP 2 x PP 2 x DP 2."""
-    engine = {"ENGINE": "megatron", "MEGATRON_DIR": str(megatron_dir), "MEGATRON_DATA_DIR": str(sample_data)}
+    """The real engine's run of every strategy with the same settings, by the strategy's name."""
+    settings = {"ENGINE": "megatron", "MEGATRON_DIR": str(megatron_dir), "MEGATRON_DATA_DIR": str(sample_data)}
+    return once("runs of Megatron-DeepSpeed", partial(train_all, strategies=STRATEGIES, **settings))
 
-    def train_all(directory: Path) -> None:
-        for strategy in STRATEGIES:
-            nodes = [directory / strategy] * (2 if strategy == "pipeline" else 1)
-            processes = {"NPROC_PER_NODE": "8"} if strategy == "hybrid" else {}
-            train(strategy, *nodes, **EXACT, **WATCHED, **engine, **processes)
 
-    return once("runs of Megatron-DeepSpeed", train_all)
+def engine_of(item: pytest.Item) -> str:
+    """The engine whose shared runs a test reads, or that its parameter names; empty for neither."""
+    if hasattr(item, "callspec") and item.callspec.params.get("engine"):
+        return item.callspec.params["engine"]
+    fixtures = getattr(item, "fixturenames", ())
+    if "megatron_runs" in fixtures:
+        return "megatron"
+    return "native" if "native_runs" in fixtures else ""
+
+
+CLUSTER = REPO_ROOT / "tests" / "tools" / "nodes"
+# In which order groups begin. Each engine's first group trains what others read.
+TRAINS, SLOW, READS, WAITS, FAST = range(5)
+
+
+def order_of(item: pytest.Item, group: str, first_of_engine: dict[str, str]) -> int:
+    if group == "cluster":
+        return WAITS
+    if not item.get_closest_marker("slow"):
+        return FAST
+    engine = engine_of(item)
+    if not engine:
+        return SLOW
+    return TRAINS if first_of_engine.setdefault(engine, group) == group else READS
 
 
 # First: pytest-xdist reads the groups in the same hook, and later plugins' hooks would come before this one.
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Config) -> None:
-    """For several test processes: a file's tests stay together, for their fixtures train, but for those that are done
-    once for each engine; so does tests/tools/nodes, which waits more than it computes. Groups with slow tests come
-    first, so that no process works alone at the end: of these, each engine's first group, which trains what others
-    read, and these others last. Then the cluster, whose time limits do not suit the busiest minutes."""
+    """For several test processes: a file's tests stay together, for their fixtures train, but for those of each engine;
+    so does tests/tools/nodes, which waits more than it computes. A file's fast tests are a group of their own, because
+    the smallest groups come last, so that no process works alone at the end. Groups that train come first; the cluster
+    begins after them, for its time limits do not suit the busiest minutes."""
     leave_out_nightly(items, config)
-    cluster, of, rank, first = REPO_ROOT / "tests" / "tools" / "nodes", dict[pytest.Item, str](), dict[str, int](), {}
-    trains, slow, reads, is_cluster, fast = range(5)
+    group_of: dict[pytest.Item, str] = {}
+    order_of_group: dict[str, int] = {}
+    first_of_engine: dict[str, str] = {}
     for item in items:
-        engine = item.callspec.params.get("engine", "") if hasattr(item, "callspec") else ""
-        fixtures = set(getattr(item, "fixturenames", ()))
-        engine = engine or "megatron" * ("megatron_runs" in fixtures)
-        of[item] = group = "cluster" if cluster in item.path.parents else f"{item.path} {engine}"
+        pace = "slow" if item.get_closest_marker("slow") else "fast"
+        group = "cluster" if CLUSTER in item.path.parents else f"{item.path} {engine_of(item)} {pace}"
+        group_of[item] = group
         item.add_marker(pytest.mark.xdist_group(group))
-        own = is_cluster if group == "cluster" else fast
-        if own == fast and item.get_closest_marker("slow"):
-            is_first = engine and first.setdefault(engine, group) == group
-            own = trains if is_first else reads if engine or "quickstart" in fixtures else slow
-        rank[group] = min(own, rank.get(group, fast))
+        order = order_of(item, group, first_of_engine)
+        order_of_group[group] = min(order, order_of_group.get(group, FAST))
     if "PYTEST_XDIST_WORKER" in os.environ:
-        items.sort(key=lambda item: rank[of[item]])
+        items.sort(key=lambda item: order_of_group[group_of[item]])

@@ -23,6 +23,7 @@ def test_help_and_wrong_use():
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_all_strategies_train_and_equal_ddp_and_everything_stays_in_the_checkout(quickstart: Path):
     (comparison,) = (quickstart / "outputs" / "quickstart").glob("*/comparison")
     rows = list(csv.DictReader((comparison / "comparison.csv").read_text().splitlines()))
