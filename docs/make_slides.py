@@ -92,7 +92,7 @@ def sent_bytes(job: Job, stage: int = 0) -> dict[str, float]:
     """What a GPU sends in an iteration, by kind."""
     kinds = {"tensor": "layers", "pipeline": "stages", "embedding": "tied embedding", "position": "tied embedding"}
     found: dict[str, float] = {}
-    for row in traffic.rows(job):
+    for row in traffic.collectives_of(job):
         kind = kinds.get(row.group, "gradients" if row.what == "gradients" else "gathered")
         size = {"tensor": job.parallel.tensor, "data": job.parallel.data}.get(row.group, job.parallel.pipeline)
         if stage in row.stages:

@@ -35,7 +35,7 @@ TESTED = {
     "python -m t5bench pack": "docs/test_readme.py",
     "python -m t5bench verify": "docs/test_readme.py",
     "python -m t5bench history": "tools/verify/test_history.py",
-    "python -m t5bench settings": "docs/test_readme.py",
+    "python -m t5bench settings": "docs/test_generated.py",
     "python -m t5bench parity": "compare/test_parity.py",
     "python -m t5bench predict": "tools/predict/test_predict.py",
     "python -m t5bench layouts": "tools/predict/test_predict.py",
@@ -50,6 +50,7 @@ TESTED = {
     "python -m tests.compare.simulations": "compare/test_intervals.py",
     "python -m tests.compare.order_simulations": "compare/test_intervals.py",
     "python -m docs.make_slides": "docs/test_slides.py",
+    "python -m docs.make_generated": "docs/test_generated.py",
     "srun": "tools/nodes/test_slurm.py",
     "git apply": "megatron/test_setup.py",
 }

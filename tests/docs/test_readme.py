@@ -59,13 +59,6 @@ def test_strategy_table_is_what_the_launchers_declare():
         assert len([line for line in lines if line and not line.startswith("#")]) <= 11, "a launcher is a declaration"
 
 
-def test_the_page_of_settings_is_what_the_launchers_declare():
-    result = subprocess.run(
-        [sys.executable, "-m", "t5bench", "settings"], cwd=REPO_ROOT, capture_output=True, text=True, check=True
-    )
-    assert result.stdout == (REPO_ROOT / "docs" / "generated" / "settings.md").read_text()
-
-
 def test_seed_settings_keep_their_names_and_defaults():
     """Those of the original README; only HOSTS differs, and the README says why. The page of settings has the same."""
     section = README[README.index("## Settings") : README.index("## Results")]

@@ -1,7 +1,6 @@
 from dataclasses import replace
 
 import pytest
-from support import REPO_ROOT
 
 from t5bench.costmodel import traffic
 from t5bench.costmodel.evidence import tutorials
@@ -15,11 +14,6 @@ from t5bench.costmodel.presets import PRESETS, SOURCES
 @pytest.fixture(scope="module")
 def all_figures() -> list[PublishedFigure]:
     return list(published_figures())
-
-
-def test_the_page_is_what_the_command_prints():
-    """After a change of the model: python -m t5bench predict --published > docs/generated/published.md"""
-    assert (REPO_ROOT / "docs" / "generated" / "published.md").read_text() == tutorials.page()
 
 
 def test_every_preset_has_a_source_and_the_published_size():

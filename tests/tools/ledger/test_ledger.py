@@ -181,14 +181,6 @@ def test_the_committed_ledger_has_the_pinned_release_without_a_fault_that_a_laun
             assert answer.verdict in (RIGHT, UNKNOWN) and not answer.said
 
 
-def test_the_committed_page_is_that_of_the_committed_data(tmp_path):
-    docs = REPO_ROOT / "docs" / "generated"
-    tables.write(tmp_path, json.loads((docs / "ledger.json").read_text())["cells"])
-    for name in ("ledger.md", "ledger.html", "ledger.svg", "ledger.json"):
-        remedy = "write it again: t5bench ledger --page docs/generated"
-        assert (tmp_path / name).read_text() == (docs / name).read_text(), remedy
-
-
 def run_ledger(
     output: Path, folder: Path, *arguments: str, first_folder: Path | None = None
 ) -> subprocess.CompletedProcess[str]:

@@ -132,11 +132,6 @@ def test_numbers_of_gpus_that_are_none_are_refused(tmp_path: Path, capsys: pytes
     assert not (tmp_path / "page.html").exists()
 
 
-def test_the_page_in_docs_is_todays(made_page: Path):
-    """Otherwise: python -m t5bench layouts --page docs/generated/layouts.html"""
-    assert (REPO_ROOT / "docs/generated/layouts.html").read_text() == made_page.read_text()
-
-
 @needs_browser
 @pytest.mark.parametrize(
     ("model", "device", "gpus", "batch"),

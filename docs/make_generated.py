@@ -1,0 +1,51 @@
+"""Writes the generated pages again: ``python -m docs.make_generated [folder, else docs/generated]``.
+
+A test (tests/docs/test_generated.py) asks that this changes nothing. What comes from runs stays as it is: the cells of
+ledger.json, the example and the pictures of the quick start.
+"""
+
+import contextlib
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from unittest.mock import patch
+
+from t5bench.__main__ import main as t5bench
+from t5bench.record.ledger import DATA
+from t5bench.tools.ledger import tables
+
+FOLDER = Path(__file__).resolve().parent / "generated"
+# Without the settings of whoever runs this, and without the data of this checkout, whose vocabulary may be another.
+KEPT = ("PATH", "HOME", "LANG", "PYTHONPATH", "TMPDIR")
+
+
+@contextlib.contextmanager
+def without_settings() -> Iterator[None]:
+    with tempfile.TemporaryDirectory() as empty:
+        environment = {name: value for name, value in os.environ.items() if name in KEPT}
+        with patch.dict(os.environ, environment | {"MEGATRON_DATA_DIR": empty}, clear=True):
+            yield
+
+
+def write_printed(path: Path, *words: str) -> None:
+    """What the command prints becomes the page."""
+    with path.open("w") as file, contextlib.redirect_stdout(file):
+        status = t5bench(list(words))
+    if status:
+        raise RuntimeError(f"python -m t5bench {' '.join(words)} ended with status {status}")
+
+
+def write_all(folder: Path) -> None:
+    cells = json.loads(DATA.read_text())["cells"]
+    with without_settings():
+        write_printed(folder / "settings.md", "settings")
+        write_printed(folder / "published.md", "predict", "--published")
+        t5bench(["layouts", "--page", str(folder / "layouts.html")])
+    tables.write(folder, cells)
+
+
+if __name__ == "__main__":
+    write_all(Path(sys.argv[1]) if len(sys.argv) > 1 else FOLDER)

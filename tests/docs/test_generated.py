@@ -1,0 +1,25 @@
+"""The generated pages are what the programs write today."""
+
+from pathlib import Path
+
+from docs import make_generated
+
+
+def test_writing_all_pages_again_changes_nothing(tmp_path: Path):
+    """After a change of what they say: python -m docs.make_generated"""
+    make_generated.write_all(tmp_path)
+    written = sorted(path.name for path in tmp_path.iterdir())
+    assert written == [
+        "layouts.html",
+        "ledger.html",
+        "ledger.json",
+        "ledger.md",
+        "ledger.svg",
+        "published.md",
+        "settings.md",
+    ]
+    changed = []
+    for name in written:
+        if (tmp_path / name).read_bytes() != (make_generated.FOLDER / name).read_bytes():
+            changed.append(name)
+    assert changed == [], "write them again: python -m docs.make_generated"
