@@ -67,7 +67,8 @@ def once(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     capture = request.config.pluginmanager.getplugin("capturemanager")
 
     def get(name: str, make: Callable[[Path], None]) -> Path:
-        directory, made = root / name, root / f"{name}.made"
+        directory = root / name
+        made = root / f"{name}.made"
         with FileLock(root / f"{name}.lock"):
             if not made.exists():
                 with capture.global_and_fixture_disabled():

@@ -54,7 +54,8 @@ def values_changed(rng: random.Random, path: Path) -> None:
     number = rng.randrange(len(lines))
     content = json.loads(lines[number])
     container, key = rng.choice(list(places(content)))
-    value, others = container.pop(key), list(container.values() if isinstance(container, dict) else container)
+    value = container.pop(key)
+    others = list(container.values() if isinstance(container, dict) else container)
     new = [rng.choice(OTHER_VALUES), rng.choice([value, *others]), str(value), [value]]
     new += [value + more for more in (7200, -7200, 1, -1, value)] if isinstance(value, int | float) else []
     if isinstance(container, dict):

@@ -89,7 +89,8 @@ def test_a_gpt_has_one_length_and_is_not_compared_with_a_t5_unasked(tmp_path: Pa
         compare(make_run(tmp_path / "ddp", **ON_GPU), gpt, allowed=["engine_arguments"])
 
 
-UNKNOWN_GPU, GIVEN_PEAK = {"gpu": "NVIDIA Something"}, {"settings": LARGE | {"PEAK_TFLOPS": "100"}}
+UNKNOWN_GPU = {"gpu": "NVIDIA Something"}
+GIVEN_PEAK = {"settings": LARGE | {"PEAK_TFLOPS": "100"}}
 
 
 @pytest.mark.parametrize(
@@ -326,7 +327,8 @@ REFUSED = [
 
 @pytest.mark.parametrize(("changes", "expected"), REFUSED)
 def test_what_differs_is_refused_and_named_or_marked_where_allowed(tmp_path: Path, changes: dict, expected: str):
-    ddp, zero = make_run(tmp_path / "ddp"), make_run(tmp_path / "zero1", "zero1", **changes)
+    ddp = make_run(tmp_path / "ddp")
+    zero = make_run(tmp_path / "zero1", "zero1", **changes)
     name = expected.split(":")[0]
     allowed = "engine_arguments" if name.startswith("--") else name
     with pytest.raises(Problem, match=f"differ in {allowed}") as refusal:
@@ -376,7 +378,8 @@ def test_other_differences_are_notes(tmp_path: Path):
 IN_FP32 = {"extra_arguments": ["--accumulate-allreduce-grads-in-fp32"]}
 ZERO = {"stage": 1, "overlap_comm": True, "reduce_bucket_size": 2e8}
 ALIGNED = {"ds_config": {"communication_data_type": "fp32", "zero_optimization": ZERO}}
-AFTER, DURING = "after backward, one flat buffer", "during backward, buckets of"
+AFTER = "after backward, one flat buffer"
+DURING = "during backward, buckets of"
 
 
 @pytest.mark.parametrize(

@@ -184,7 +184,8 @@ def test_runs_without_a_measured_bound_are_refused(tmp_path: Path, parity: Parit
 
 def test_numbers_that_the_recipe_hides_are_not_shown(ddp: Path, tmp_path: Path, parity: Parity):
     """Where a change of a number moves the gradient norm too little, and the loss not at all."""
-    path, runs = tmp_path / "sensitivity.jsonl", [ddp, make_run(tmp_path / "zero1")]
+    path = tmp_path / "sensitivity.jsonl"
+    runs = [ddp, make_run(tmp_path / "zero1")]
     curves = {"recipe": NORMS, "clipping": scaled(NORMS, 3, 1 + 2e-4), "epsilon": scaled(NORMS, 3, 1 + 2e-5)}
     lines = [{"number": name, "change": "1 %", "losses": LOSSES, "norms": norms} for name, norms in curves.items()]
     path.write_text("".join(f"{json.dumps(line)}\n" for line in lines[:2]))
@@ -268,7 +269,8 @@ def test_interleaved_stages_draw_other_masks(tmp_path: Path):
 
 def test_the_baseline_is_judged_by_curves_from_outside(tmp_path: Path):
     """Of native/reference.py: what all strategies share shows nowhere else."""
-    losses, norms = [8.0, 7.5, 7.0], [3.0, 2.0, 1.0]
+    losses = [8.0, 7.5, 7.0]
+    norms = [3.0, 2.0, 1.0]
     baseline = load(made_runs.make_run(tmp_path / "ddp", elapsed_ms=[100.0] * 3, losses=losses, norms=norms))
     curves = tmp_path / "curves.json"
     curves.write_text(json.dumps({"losses": losses, "norms": norms}))

@@ -51,7 +51,8 @@ def ids_of(encoder: DocumentEncoder, texts: list[str]) -> list[list[int]]:
 
 
 def test_writer_and_reader_follow_the_format(dataset: Path, tmp_path: Path) -> None:
-    index, path = read_index(dataset), dataset.with_suffix(".idx")
+    index = read_index(dataset)
+    path = dataset.with_suffix(".idx")
     assert (index.tokens, index.dtype, list(index.sizes)) == (10, "uint16", [4, 3, 2, 1])
     assert (list(index.pointers), list(index.doc_idx)) == ([0, 8, 14, 18], [0, 1, 2, 3, 4])
     write_index(tmp_path / "written", "uint16", array("i", [4, 3, 2, 1]), array("q", range(5)))
@@ -100,15 +101,18 @@ def test_ids_are_those_of_the_slow_tokenizer(tmp_path: Path, monkeypatch: pytest
     directory = shutil.copytree(SAMPLE / "tokenizer", tmp_path / "tokenizer")
     config = json.loads((directory / "tokenizer_config.json").read_text()) | {"legacy": legacy}
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
-    slow, encoder = T5Tokenizer.from_pretrained(directory), DocumentEncoder(directory)
+    slow = T5Tokenizer.from_pretrained(directory)
+    encoder = DocumentEncoder(directory)
     assert slow.add_special_tokens({"bos_token": "<s>"}) == 1  # as upstream's tool does
     assert encoder.exact == legacy and encoder.vocabulary == len(slow) == 4101
     assert slow.convert_tokens_to_ids(["<pad>", "</s>", "<unk>"]) == [0, 1, 2]
     assert slow.convert_tokens_to_ids([f"<extra_id_{n}>" for n in range(100)]) == [*range(4099, 3999, -1)]
-    draw, texts = random.Random(20), ARTICLES[:40] + SPECIAL_TEXTS
+    draw = random.Random(20)
+    texts = ARTICLES[:40] + SPECIAL_TEXTS
     blocks = [(32, 127), (32, 127), (0, 0x300), (0x2000, 0x3000), (0x4E00, 0x5000), (0x1F300, 0x1F700)]
     texts += ["".join(chr(draw.randrange(*draw.choice(blocks))) for _ in range(number % 60)) for number in range(1000)]
-    slowly, encode = [], encoder._tokenizer.encode
+    slowly = []
+    encode = encoder._tokenizer.encode
     monkeypatch.setattr(encoder._tokenizer, "encode", lambda text, **kw: slowly.append(text) or encode(text, **kw))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # "This sequence already has </s>"
@@ -121,14 +125,16 @@ def test_ids_are_those_of_the_slow_tokenizer(tmp_path: Path, monkeypatch: pytest
 
 def test_building_keeps_order_and_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In one process or several, with blocks of any size."""
-    encoder, texts = DocumentEncoder(SAMPLE / "tokenizer"), ARTICLES * 2
+    encoder = DocumentEncoder(SAMPLE / "tokenizer")
+    texts = ARTICLES * 2
     texts[400:400] = ["", " \n", "one <extra_id_1> two", "word " * 600, "a <s>tag</s>", "< s >"]
     path = write_jsonl(tmp_path / "text.jsonl", [{"text": text, "other": 1} for text in texts])
     path.write_text(path.read_text() + "\n\n")
     monkeypatch.setattr(source, "BLOCK_BYTES", 20_000)
     expected = ids_of(encoder, [text for text in texts if text.strip()])
     for workers, encoder.dtype, limit, skipped in ((1, "int32", None, 2), (3, "uint16", 401, 2), (1, "uint16", 9, 0)):
-        counts, made = convert_source(Source(path, limit=limit), tmp_path / "m", encoder, workers), expected[:limit]
+        counts = convert_source(Source(path, limit=limit), tmp_path / "m", encoder, workers)
+        made = expected[:limit]
         assert documents_of(tmp_path / "m_document") == made
         assert read_index(tmp_path / "m_document").dtype == encoder.dtype
         special = {None: 2, 401: 1, 9: 0}[limit]
@@ -190,7 +196,8 @@ def test_files_are_those_of_megatrons_own_tools(
 ) -> None:
     # For an empty document the tool writes a lone </s>.
     texts = [text for text in ARTICLES[:100] + SPECIAL_TEXTS if text.strip()]
-    text, options = Source(write_jsonl(tmp_path / "text.jsonl", [{"text": text} for text in texts])), {}
+    text = Source(write_jsonl(tmp_path / "text.jsonl", [{"text": text} for text in texts]))
+    options = {}
     kinds = tokenizers(tmp_path, megatron_dir)
     for name, (family, directory, arguments) in kinds.items():
         encoder = DocumentEncoder(directory, family)
@@ -203,7 +210,8 @@ def test_files_are_those_of_megatrons_own_tools(
         documents = [[number, 5 + i] * (1 + i % 3) for i in range(number + 1)]
         write_indexed_dataset(tmp_path / "parts" / f"part{number}", documents)
     pairs = tmp_path / "parts" / "part11.idx"  # documents of two sequences each
-    sizes_and_pointers, boundaries = pairs.read_bytes()[34 : 34 + 12 * 12], struct.pack("<7q", *range(0, 13, 2))
+    sizes_and_pointers = pairs.read_bytes()[34 : 34 + 12 * 12]
+    boundaries = struct.pack("<7q", *range(0, 13, 2))
     pairs.write_bytes(struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, 12, 7) + sizes_and_pointers + boundaries)
     assert main(["merge-data", str(tmp_path / "merged_ours"), str(tmp_path / "parts")]) == 0
     # The tool needs this name when it is imported, and nothing of it for whole documents.

@@ -69,7 +69,8 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet"])
 def test_export_takes_local_files(tmp_path: Path, run: Callable[..., str], suffix: str) -> None:
-    source, output = tmp_path / f"my xsum{suffix}", tmp_path / "out dir" / "xsum_text.jsonl"
+    source = tmp_path / f"my xsum{suffix}"
+    output = tmp_path / "out dir" / "xsum_text.jsonl"
     lines = corpus.write_jsonl(tmp_path / "lines", ROWS).read_bytes()
     contents = {".jsonl": lines, ".jsonl.gz": gzip.compress(lines[:90]) + gzip.compress(lines[90:])}
     contents |= {".jsonl.zst": pyarrow.compress(lines, codec="zstd", asbytes=True), ".parquet": corpus.in_parquet(ROWS)}
@@ -134,7 +135,9 @@ class Prepare:
     """prepare_xsum_megatron.sh of a copy of the repository (path with spaces, no USER)."""
 
     def __init__(self, project: Project) -> None:
-        self.project, self.root, self.data = project, project.root, project.root / "megatron_data"
+        self.project = project
+        self.root = project.root
+        self.data = project.root / "megatron_data"
         shutil.rmtree(self.data)
         shutil.copytree(SAMPLE, self.data / "sample")
 
@@ -196,7 +199,8 @@ def test_the_sample_for_gpt(prepare: Prepare, megatron_dir: Path) -> None:
     assert meta == meta | expected
     assert meta["tokenizer_checksum"] == tokenizer_checksum(prepare.data / "gpt" / "tokenizer")
     # The copy is the same tokenizer, and data for T5 do not get in the way.
-    copy, source = prepare.data / "gpt" / "tokenizer", prepare.data / "sample" / "articles.jsonl"
+    copy = prepare.data / "gpt" / "tokenizer"
+    source = prepare.data / "sample" / "articles.jsonl"
     prepare(MODEL_FAMILY="gpt", TOKENIZER_MODEL=str(copy), XSUM_SOURCE=str(source))
     prepare(SAMPLE="1")
     (copy / "merges.txt").write_text("#version: 0.2\n")
@@ -210,7 +214,8 @@ def test_hub_data_with_the_default_tokenizer(prepare: Prepare, tmp_path: Path) -
         "tokenizer_config.json": b'{"model_max_length": 512}',
         "config.json": b'{"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]}',
     }
-    hub, directory = tmp_path / "hub", prepare.root / "data here"
+    hub = tmp_path / "hub"
+    directory = prepare.root / "data here"
     corpus.add_repository(hub, "google-t5/t5-large", "revision/main", t5 | {"model.safetensors": b"not asked for"})
     corpus.add_repository(hub, "datasets/EdinburghNLP/xsum", "revision/refs/convert/parquet", XSUM_FILES)
     address, downloads = corpus.serve_hub(hub)
@@ -233,7 +238,8 @@ def test_hub_data_with_the_default_tokenizer(prepare: Prepare, tmp_path: Path) -
 
 
 def test_an_earlier_export_is_used_while_its_source_is_the_same(tmp_path: Path, run: Callable[..., str]) -> None:
-    source, data = tmp_path / "articles.jsonl", tmp_path / "data"
+    source = tmp_path / "articles.jsonl"
+    data = tmp_path / "data"
     shutil.copy(SAMPLE / "articles.jsonl", source)
 
     def is_used(**settings: str) -> bool:
@@ -242,7 +248,8 @@ def test_an_earlier_export_is_used_while_its_source_is_the_same(tmp_path: Path, 
     # As on a cluster whose login node has the network and whose compute nodes do not.
     assert corpus.export(XSUM_SOURCE=str(source), MEGATRON_DATA_DIR=str(data)).returncode == 0
     assert is_used()
-    first, output = snapshot(data), data / "xsum_text.jsonl"
+    first = snapshot(data)
+    output = data / "xsum_text.jsonl"
     output.write_text(output.read_text()[:-1])
     assert not is_used()
     os.utime(source, (1, 1))
@@ -254,8 +261,10 @@ def test_an_earlier_export_is_used_while_its_source_is_the_same(tmp_path: Path, 
 def test_a_failed_run_leaves_nothing(
     tmp_path: Path, run: Callable[..., str], sample_data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    data, source = shutil.copytree(sample_data, tmp_path / "data"), corpus.write_jsonl(tmp_path / "other.jsonl", ROWS)
-    before, settings = snapshot(data), {"XSUM_SOURCE": str(source), "FORCE": "1"}
+    data = shutil.copytree(sample_data, tmp_path / "data")
+    source = corpus.write_jsonl(tmp_path / "other.jsonl", ROWS)
+    before = snapshot(data)
+    settings = {"XSUM_SOURCE": str(source), "FORCE": "1"}
     (tmp_path / "empty").mkdir()
     for tokenizer, message in (("./none", "there is no tokenizer directory"), ("empty", "has no spiece.model")):
         with pytest.raises(Problem, match=message):
@@ -284,7 +293,8 @@ def test_a_failed_run_leaves_nothing(
 def test_one_preparation_at_a_time_and_an_interrupted_one_continues(prepare: Prepare, sample_data: Path) -> None:
     # Without the index maps of other tests' trainings: new data would remove them.
     shutil.copytree(sample_data, prepare.data, ignore=shutil.ignore_patterns("*.npy"), dirs_exist_ok=True)
-    before, journal = snapshot(prepare.data), prepare.data / ".prepare" / "xsum_text.journal"
+    before = snapshot(prepare.data)
+    journal = prepare.data / ".prepare" / "xsum_text.journal"
     python = shlex.quote(sys.executable)
     instead = f"[ \"$*\" != '-m t5bench prepare-data' ] || exec {python} -c '{SLOW_PREPARATION}'"
     prepare.project.add_stub("slow", f'#!/bin/sh\n{instead}\nexec {python} "$@"\n')
@@ -316,7 +326,8 @@ def test_data_from_another_source_are_replaced_only_on_request(
     tmp_path: Path, run: Callable[..., str], sample_data: Path
 ) -> None:
     data = shutil.copytree(sample_data, tmp_path / "data")
-    before, hub = snapshot(data), {"TOKENIZER_MODEL": "google-t5/t5-large"}
+    before = snapshot(data)
+    hub = {"TOKENIZER_MODEL": "google-t5/t5-large"}
     other = {"XSUM_SOURCE": str(corpus.write_jsonl(tmp_path / "other.jsonl", ROWS))}
     sample = {"XSUM_SOURCE": str(SAMPLE / "articles.jsonl")}
     for settings, message in (

@@ -152,7 +152,9 @@ def test_rows_that_cannot_be_used_are_reported_at_once(
 ) -> None:
     monkeypatch.setattr(source, "BLOCK_BYTES", 40)
     lines = ['{"text": "fine"}'] * 10
-    lines[2], lines[7], lines[9] = '{"text": 5}', "{", '{"txt": "x"}'
+    lines[2] = '{"text": 5}'
+    lines[7] = "{"
+    lines[9] = '{"txt": "x"}'
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     with pytest.raises(Problem, match=r"^3 rows cannot be used: line 3 .*; line 8 .*; line 10 ") as caught:
         run(tmp_path / "a.jsonl")
@@ -217,7 +219,8 @@ def test_the_engines_own_append_eod(megatron_dir: Path, tmp_path: Path) -> None:
 
 def test_a_clone_keeps_its_line_ends(tmp_path: Path) -> None:
     """Whatever core.autocrlf says: with carriage returns no script runs, and no checksum is right."""
-    origin, clone = tmp_path / "origin", tmp_path / "clone"
+    origin = tmp_path / "origin"
+    clone = tmp_path / "clone"
     origin.mkdir()
     for name in (".gitattributes", "scripts/common.sh", "patches/0006-gpt.patch"):
         (origin / name).parent.mkdir(exist_ok=True)

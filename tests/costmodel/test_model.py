@@ -90,7 +90,8 @@ def test_the_decoder_begins_where_the_busiest_stage_has_least_to_do():
 def test_schedules():
     """GPipe and 1F1B wait equally long, (p - 1) / (m + p - 1); two chunks on each stage nearly halve it."""
     assert [step[:2] for step in order(0, 2, 3, kind=GPIPE)] == [(way, k) for way in "FB" for k in range(3)]
-    p, m = 4, 8
+    p = 4
+    m = 8
     shares = [
         idle_share([1.0] * p, [2.0] * p, m, chunks, kind)
         for chunks, kind in ((1, "1f1b"), (1, GPIPE), (2, "interleaved"))
@@ -197,14 +198,20 @@ def test_states(fields, states, cpu):
 def test_buffers_of_deepspeeds_pipeline():
     """Outputs but in the last stage, inputs but in the first; under tensor parallelism slices of outputs alone."""
     gpt = replace(LARGE, encoder_layers=0, encoder_length=0, decoder_length=512, family="gpt")
-    job, each = Job(gpt, Parallel(pipeline=3, deepspeed=True), zero=Zero(1), global_batch=8, micro_batch=2), 1 << 21
+    job = Job(gpt, Parallel(pipeline=3, deepspeed=True), zero=Zero(1), global_batch=8, micro_batch=2)
+    each = 1 << 21
     for tensor, expected in ((1, [3 * each, 2 * 2 * each, each]), (2, [3 * each / 2, 2 * each / 2, 0])):
         assert [activation_bytes(job.on(tensor=tensor), at)["pipeline's buffers"] for at in range(3)] == expected
 
 
 def test_activations_of_a_layer():
     """Korthikanti et al., equation 2, with this FFN and cross-attention; by kernel, recomputation and parallelism."""
-    job, n, m, h, f, a = Job(LARGE, micro_batch=2), 1024, 256, 1024, 2816, 16
+    job = Job(LARGE, micro_batch=2)
+    n = 1024
+    m = 256
+    h = 1024
+    f = 2816
+    a = 16
     encoder = 18 * n * h + 4 * n * f + 5 * a * 512 * n + 2 * 8 * n
     cross = 9 * m * h + 4 * n * h + 5 * a * m * 512 + 8 * m
     assert layer_bytes(job) == encoder
@@ -284,7 +291,8 @@ def test_fsdp2s_own_allocations(micro_batches: int):
 
     from native.fsdp2 import FSDP2Trainer
 
-    ranks, architecture = 4, TRACED[0][0]
+    ranks = 4
+    architecture = TRACED[0][0]
     own = {"device": torch.device("cpu"), "weight_decay": 0.01, "adam_beta1": 0.9, "adam_beta2": 0.9}
     own |= {"adam_eps": 1e-8, "lr": 1e-4, "clip_grad": 1.0, "micro_batches": micro_batches, "micro_batch_size": 1}
     args = native_arguments(architecture, **own, fsdp2_shard_size=0, fsdp2_keep_parameters=False)
@@ -294,7 +302,8 @@ def test_fsdp2s_own_allocations(micro_batches: int):
         lengths = architecture.encoder_length, architecture.decoder_length, architecture.decoder_length
         batch = tuple(torch.ones(micro_batches, length, dtype=torch.int64) for length in lengths)
         trainer.step(batch, 1e-4)
-        tracker, forward = MemTracker(), trainer.forward
+        tracker = MemTracker()
+        forward = trainer.forward
 
         def forward_again(part: tuple[torch.Tensor, ...]) -> torch.Tensor:
             tracker.reset_mod_stats()  # or it refuses a second forward pass
@@ -307,7 +316,8 @@ def test_fsdp2s_own_allocations(micro_batches: int):
     finally:
         dist.destroy_process_group()
     peak, stays = (tracker.get_tracker_snapshot(kind)[own["device"]]["Total"] for kind in ("peak", "current"))
-    sharding, parallel = FullySharded(), Parallel(data=ranks)
+    sharding = FullySharded()
+    parallel = Parallel(data=ranks)
     options = {"attention": "fused", "dropout": 0.0, "engine": "native", "fully_sharded": sharding}
     job = Job(architecture, parallel, 1, micro_batches * ranks, **options)
     found = memory_of(job)
@@ -334,7 +344,8 @@ def test_peaks(name, precision, expected):
 
 
 def test_rates_of_a_device():
-    h100, v100 = device_of("h100"), device_of("V100")
+    h100 = device_of("h100")
+    v100 = device_of("V100")
     assert (h100.peak("tf32"), h100.peak("fp8"), v100.peak("tf32")) == (494.7e12, 1978.8e12, None)
     assert device_of("NVIDIA H100 80GB HBM3") is h100
     names = ("h20", "h800", "a800", "gb200", "gb300", "b300", "a10g", "RTX 2080 Ti", "mi250x", "RTX 5000", "MI300X")
@@ -347,6 +358,8 @@ def test_rates_of_a_device():
 
 def test_every_gpu_has_what_its_family_attains():
     assert {device.family for device in DEVICES.values()} | {CPU.family} == BY_FAMILY.keys()
-    sxm, pcie, b200 = DEVICES["a100"].achievable, DEVICES["a100-pcie"].achievable, DEVICES["b200"].achievable
+    sxm = DEVICES["a100"].achievable
+    pcie = DEVICES["a100-pcie"].achievable
+    b200 = DEVICES["b200"].achievable
     assert 1 > sxm.products > pcie.products > b200.products > 0.4
     assert CPU.achievable.start == 0 and all(device.achievable.start == START for device in DEVICES.values())

@@ -165,8 +165,12 @@ def test_multiply_adds_are_those_of_transformers_matrix_products():
 def test_activations_of_a_layer_by_hand():
     a = SMALL
     job = Job(a, micro_batch=2, dropout=0.0)
-    h, f, q, k = 48, 80, 64, 32
-    n, m = 2 * 24, 2 * 40
+    h = 48
+    f = 80
+    q = 64
+    k = 32
+    n = 2 * 24
+    m = 2 * 40
     keys = n + m  # in the decoder, of both stacks
 
     def norms(tokens: int, of_both: int) -> int:
@@ -185,7 +189,12 @@ def test_activations_of_a_layer_by_hand():
 def test_tokens_outside_of_windows_are_not_flops_of_the_model():
     """26 layers, of which four attend to all tokens; the decoder's windows have all of the encoder's."""
     a = replace(PRESETS["t5gemma2-1b"], encoder_length=2048, decoder_length=1024)
-    h, q, k, f, s, d = 1152, 4 * 256, 256, 6912, 2048, 1024
+    h = 1152
+    q = 4 * 256
+    k = 256
+    f = 6912
+    s = 2048
+    d = 1024
     encoder = 26 * (3 * s * h * f + 2 * h * (q * s + k * s)) + 2 * q * s * (4 * s + 22 * 512)
     decoder = 26 * (3 * d * h * f + 2 * h * (q * d + k * (s + d))) + 2 * q * d * (4 * (s + d) + 22 * (s + 512))
     assert flops.multiply_adds(a) == {"encoder": encoder, "decoder": decoder, "head": 262144 * h * d}

@@ -28,7 +28,8 @@ def megatrons_groups(engine: Path, parallel: Parallel, monkeypatch: pytest.Monke
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda: parallel.world)
     monkeypatch.setattr(dist, "new_group", lambda ranks, **_: tuple(ranks))
-    path, found = engine / "megatron" / "core" / "parallel_state.py", defaultdict(set)
+    path = engine / "megatron" / "core" / "parallel_state.py"
+    found = defaultdict(set)
     for rank in range(parallel.world):
         monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
         spec = importlib.util.spec_from_file_location("engine.parallel_state", path)
@@ -62,7 +63,8 @@ def test_a_node_sends_what_its_rings_carry_to_other_nodes():
     four = TWO_NODES.on(data=4, devices_per_node=2)
     assert sent(four) == pytest.approx([4 * 2 * 3 / 4 * PARAMETERS] * 2, rel=1e-6)
     # gloo scatters by an all-reduce of everything. The first tensor-parallel rank hands out the batch with its masks.
-    zero3, tensor = replace(TWO_NODES, zero=Zero(3)), TWO_NODES.on(data=1, tensor=2)
+    zero3 = replace(TWO_NODES, zero=Zero(3))
+    tensor = TWO_NODES.on(data=1, tensor=2)
     assert sent(zero3, "gloo")[0] - sent(zero3)[0] == pytest.approx(8 * PARAMETERS, rel=0.01)
     masks = 16 * 8 * (512 + 3 * 128 + 512 * 512 + 128 * 128 + 128 * 512)
     assert sent(tensor)[0] == pytest.approx(sent(tensor)[1] + masks)

@@ -56,7 +56,8 @@ STARTS_THE_ENGINE = {"run/worker.py"}
 def test_whatever_is_started_prints_through_the_door_for_text():
     """A program that a shell or another program starts calls guard_streams before anything is printed."""
     for path in (REPO_ROOT / "t5bench").rglob("*.py"):
-        text, name = path.read_text(), str(path.relative_to(REPO_ROOT / "t5bench"))
+        text = path.read_text()
+        name = str(path.relative_to(REPO_ROOT / "t5bench"))
         if re.search(r'^if __name__ == "__main__":', text, re.MULTILINE) or path.name == "__main__.py":
             is_excepted = name in READ_BY_A_PROGRAM | STARTS_THE_ENGINE
             assert ("guard_streams()" in text) != is_excepted, name
@@ -91,7 +92,9 @@ def test_the_harness_knows_no_tool_and_the_ground_knows_nothing():
 @pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(REPO_ROOT)))
 def test_a_module_keeps_the_rules_of_the_house(path: Path):
     """Its imports follow the arrows, it leaves the import path alone and has no second list of settings."""
-    room, text, settings = room_of(path.relative_to(REPO_ROOT).parts), path.read_text(), BY_NAME.keys()
+    room = room_of(path.relative_to(REPO_ROOT).parts)
+    text = path.read_text()
+    settings = BY_NAME.keys()
     tree = ast.parse(text)
     if room in ROOMS:
         imports = {room_of(name.split(".")) for name in imported_modules(tree)}

@@ -23,10 +23,14 @@ def test_the_slides_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.parametrize("strategy", [strategy.name for strategy in declarations()])
 def test_formulas_agree_with_the_model(strategy: str):
-    job, shape = make_slides.TRAININGS[strategy], make_slides.MODEL
+    job = make_slides.TRAININGS[strategy]
+    shape = make_slides.MODEL
     memory = make_slides.most(strategy, make_slides.memory_bytes)
     sent = make_slides.most(strategy, make_slides.sent_bytes)
-    s, d, t, pp = shape.encoder_length, shape.decoder_length, job.parallel.tensor, job.parallel.pipeline
+    s = shape.encoder_length
+    d = shape.decoder_length
+    t = job.parallel.tensor
+    pp = job.parallel.pipeline
     letters = {
         "P": parameters(shape),
         "p": parameters(shape, Parallel(t, pp), pp - 1),  # the last stage is the fullest

@@ -99,7 +99,8 @@ def test_merged_weights_have_the_evaluated_loss(
     megatron_runs: Path, megatron_dir: Path, sample_data: Path, tmp_path: Path, trained: str, tp: str, evaluates: str
 ):
     """A checkpoint's weights, cut for TP 1 and PP 1 or for TP 2, with which the engine evaluates to the same loss."""
-    merged, settings = tmp_path / "merged", {"MEGATRON_DIR": str(megatron_dir), "MEGATRON_DATA_DIR": str(sample_data)}
+    merged = tmp_path / "merged"
+    settings = {"MEGATRON_DIR": str(megatron_dir), "MEGATRON_DATA_DIR": str(sample_data)}
     assert main(["reshape", str(megatron_runs / trained), "--tp", tp, "--output", str(merged)]) == 0
     finish(start(evaluates, merged, **EXACT, **WATCHED, **settings, NPROC_PER_NODE=tp, EVAL_ONLY="1"))
     before, after = (load(run).evaluations for run in (megatron_runs / trained, merged / "evaluation"))
@@ -200,7 +201,8 @@ def resume(strategy: str, engine: Engine, runs: Path, tmp_path: Path) -> None:
     assert resumed.evaluations == later and later, "the same validation samples"
 
 
-ITERATIONS, SAVE_INTERVAL = 24, 6
+ITERATIONS = 24
+SAVE_INTERVAL = 6
 NEWEST = 2 * SAVE_INTERVAL  # the last checkpoint that a killed run has
 
 
@@ -208,9 +210,11 @@ def test_a_killed_run_continues(engine: Engine, tmp_path: Path):
     """In bf16 with dropout, on two nodes without a shared file system. All processes are killed after the second
     checkpoint, of which one node lacks a part: all go on from the first, and what was logged before is logged again,
     digit by digit."""
-    nodes, mark = [tmp_path / "node 0", tmp_path / "node 1"], uuid.uuid4().hex
+    nodes = [tmp_path / "node 0", tmp_path / "node 1"]
+    mark = uuid.uuid4().hex
     settings = engine | {"TRAIN_ITERS": str(ITERATIONS), "SAVE_INTERVAL": str(SAVE_INTERVAL), "KILLED_RUN": mark}
-    launchers, metrics = start("hybrid", *nodes, **settings), nodes[-1] / "metrics.jsonl"
+    launchers = start("hybrid", *nodes, **settings)
+    metrics = nodes[-1] / "metrics.jsonl"
     while len(read_metrics(metrics)) <= NEWEST and all(launcher.poll() is None for launcher in launchers):
         time.sleep(0.05)
     kill(launchers, f"KILLED_RUN={mark}")
@@ -218,10 +222,12 @@ def test_a_killed_run_continues(engine: Engine, tmp_path: Path):
     assert NEWEST < len(killed) < ITERATIONS, "the run was not killed in time"
     checkpoints = nodes[-1] / "checkpoints"
     if engine["ENGINE"] == "native":
-        file, how = f"iter_{NEWEST:07d}/random_00003.pt", "missing"
+        file = f"iter_{NEWEST:07d}/random_00003.pt"
+        how = "missing"
         (checkpoints / file).unlink()
     else:
-        file, how = f"iter_{NEWEST:07d}/mp_rank_01_001/model_optim_rng.pt", "truncated"
+        file = f"iter_{NEWEST:07d}/mp_rank_01_001/model_optim_rng.pt"
+        how = "truncated"
         os.truncate(checkpoints / file, (checkpoints / file).stat().st_size // 2)
     # The engines' pointers do not survive a death in their writing, and without them training would start anew.
     for pointer in (TRACKER, DEEPSPEED_TRACKER):

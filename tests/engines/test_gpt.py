@@ -25,7 +25,8 @@ def whole_of(folder: Path) -> Weights:
 
 
 def test_a_gpt_is_the_same_model_in_every_strategy_resumed_evaluated_and_merged(gpt: dict[str, str], tmp_path: Path):
-    settings, curves = gpt | EXACT | GROWING, {}
+    settings = gpt | EXACT | GROWING
+    curves = {}
     for strategy in ("ddp", "zero3", "3d"):
         run = train(strategy, tmp_path / strategy, **settings)
         curves[strategy] = [number for line in run.iterations for number in (line.lm_loss, line.grad_norm)]
@@ -50,7 +51,8 @@ def test_a_gpt_is_the_same_model_in_every_strategy_resumed_evaluated_and_merged(
     (tmp_path / "compared").mkdir()
     check_logits(tmp_path / "compared", Path(gpt["MEGATRON_DIR"]), *(tmp_path / name for name in curves))
 
-    moved, merged = (tmp_path / "3d").rename(tmp_path / "elsewhere"), tmp_path / "merged"
+    moved = (tmp_path / "3d").rename(tmp_path / "elsewhere")
+    merged = tmp_path / "merged"
     assert main(["reshape", str(moved), "--output", str(merged)]) == 0
     assert main(["reshape", str(moved), "--output", str(tmp_path / "cut"), "--tp", "2", "--pp", "2"]) == 0
     whole, cut = (whole_of(directory / "checkpoints" / "iter_0000004") for directory in (merged, tmp_path / "cut"))

@@ -56,7 +56,9 @@ class Planter:
     """Copies of the project and of the real engine with one mistake at a time, and DDP's runs without a mistake."""
 
     def __init__(self, directory: Path, data: Path, gpt: dict[str, str]) -> None:
-        self.directory, self.project, self.engine = directory, make_clone(directory), directory / "Megatron-DeepSpeed"
+        self.directory = directory
+        self.project = make_clone(directory)
+        self.engine = directory / "Megatron-DeepSpeed"
         shutil.copytree(gpt["MEGATRON_DIR"], self.engine, ignore=shutil.ignore_patterns(".git"))
         self.settings = GATE | {"MEGATRON_DATA_DIR": str(data), "MEGATRON_DIR": str(self.engine)}
         self.of_engine = {name: {"ENGINE": name} for name in ("native", "megatron")}
@@ -92,8 +94,10 @@ class Planter:
 
     @contextmanager
     def planted(self, mistake: Mistake) -> Iterator[None]:
-        path, checksums = self.path(mistake.file), self.project / "patches" / "checksums" / "series.sha256"
-        right, sums = path.read_text(), checksums.read_text()
+        path = self.path(mistake.file)
+        checksums = self.project / "patches" / "checksums" / "series.sha256"
+        right = path.read_text()
+        sums = checksums.read_text()
         assert right.count(mistake.right) == 1, f"{mistake.file} has {right.count(mistake.right)} of {mistake.right!r}"
         path.write_text(right.replace(mistake.right, mistake.wrong))
         # The project's checksums call the engine patched.

@@ -24,5 +24,6 @@ def plan(strategy: str = "ddp", **settings: str) -> Plan:
 def parsed(*flags: str, vocabulary: int = 256, **settings: str) -> Namespace:
     """The arguments of the command line and these flags, completed as the engine does with its tokenizer."""
     args = arguments.parse([*plan(**settings).arguments.words, *flags])
-    args.padded_vocab_size, args.pad_token = vocabulary, 0
+    args.padded_vocab_size = vocabulary
+    args.pad_token = 0
     return args

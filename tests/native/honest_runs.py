@@ -52,7 +52,9 @@ def curves(strategy: str, tp: int, processes: int, batch: int, precision: str, d
 
 
 def main(data: str, precision: str = "fp32", runs: str = "100") -> int:
-    largest, alarms, allowed = {}, 0, TOLERANCE[precision]
+    largest = {}
+    alarms = 0
+    allowed = TOLERANCE[precision]
     for number, (strategy, tp, processes) in enumerate(itertools.islice(itertools.cycle(layouts()), int(runs))):
         pp = 2 if strategy in ("pipeline", "hybrid", "3d") else 1
         size = (4 * processes // (tp * pp), precision, data, 1000 + number // 4)

@@ -14,7 +14,8 @@ from native.data import split_documents
 from native.t5_samples import SpanCorruption, build_sample_map, mt19937_64
 from native.token_file import TokenFile, Vocabulary
 
-EOS, SENTINELS = 1, tuple(range(199, 99, -1))
+EOS = 1
+SENTINELS = tuple(range(199, 99, -1))
 VOCABULARY = Vocabulary(200, 0, EOS, SENTINELS, frozenset())
 
 

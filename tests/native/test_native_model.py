@@ -49,12 +49,14 @@ def batch(generator: torch.Generator, encoder_padding: int = 20) -> tuple[torch.
     encoder = torch.randint(3, 256, (2, 64), generator=generator)
     decoder, labels = torch.randint(3, 256, (2, 2, 32), generator=generator)
     encoder[1, 64 - encoder_padding :] = 0
-    decoder[0, 25:], labels[0, 25:] = 0, -1
+    decoder[0, 25:] = 0
+    labels[0, 25:] = -1
     return encoder, decoder, labels
 
 
 def test_padding_changes_no_loss_and_the_decoder_does_not_look_ahead():
-    model, (encoder, decoder, labels) = initial(parsed()), batch(torch.Generator().manual_seed(1))
+    model = initial(parsed())
+    (encoder, decoder, labels) = batch(torch.Generator().manual_seed(1))
     with torch.no_grad():
         losses = model(encoder, decoder, labels)
         shorter = model(encoder[1:, :44], decoder[1:], labels[1:])

@@ -43,7 +43,8 @@ def test_wrong_data_end_the_run_with_one_sentence(monkeypatch, sample_data: Path
     started = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "RANK": "0", "WORLD_SIZE": "1"}
     for name, value in (started | {"DS_ACCELERATOR": "cpu"}).items():
         monkeypatch.setenv(name, value)
-    right, nothing = str(sample_data / "xsum_text_document"), str(tmp_path / "nothing")
+    right = str(sample_data / "xsum_text_document")
+    nothing = str(tmp_path / "nothing")
     with pytest.raises(Problem, match=re.escape(nothing)):
         native_train.run(parsed("--data-path", right, wrong, nothing))
     if dist.is_initialized():

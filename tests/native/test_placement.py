@@ -25,7 +25,9 @@ from native.trainers import make_trainer
 from t5bench.costmodel import traffic
 from t5bench.costmodel.job import Architecture, FullySharded, Job, Parallel
 
-GPU, ADAMW, Patch = torch.device("meta"), torch.optim.AdamW, pytest.MonkeyPatch
+GPU = torch.device("meta")
+ADAMW = torch.optim.AdamW
+Patch = pytest.MonkeyPatch
 
 
 @pytest.fixture
@@ -38,7 +40,8 @@ def args() -> Namespace:
 
 
 def batch(args: Namespace, device: torch.device = GPU) -> Batch:
-    rows, lengths = args.global_batch_size, (args.encoder_seq_length, args.decoder_seq_length, args.decoder_seq_length)
+    rows = args.global_batch_size
+    lengths = (args.encoder_seq_length, args.decoder_seq_length, args.decoder_seq_length)
     return tuple(torch.ones(rows, length, dtype=torch.int64, device=device) for length in lengths)
 
 
@@ -90,11 +93,13 @@ def test_pipeline_stages_exchange_where_the_backend_can(args: Namespace, monkeyp
 
 def test_a_checkpoint_holds_every_state_that_dropout_draws_from(monkeypatch: Patch, tmp_path: Path):
     monkeypatch.setattr("torch.distributed.barrier", lambda: None)
-    gpus, shared = torch.Generator(), torch.Generator()
+    gpus = torch.Generator()
+    shared = torch.Generator()
     drawn_from = gpus, shared, torch.default_generator
     monkeypatch.setattr("torch.cuda.default_generators", [gpus])
     args = parsed("--save", str(tmp_path), "--save-interval", "1", "--load", str(tmp_path))
-    args.device, mesh = torch.device("cuda", 0), Mesh(tp=Axis(rng=shared))
+    args.device = torch.device("cuda", 0)
+    mesh = Mesh(tp=Axis(rng=shared))
     trainer = Namespace(save=lambda *_: None, load=lambda *_: None)
     train.save(trainer, args, mesh, 3)
     before = [torch.rand(4, generator=generator).tolist() for generator in drawn_from]
@@ -127,7 +132,8 @@ class Collectives(TorchDispatchMode):
 def test_the_native_engine_sends_these_collectives():
     """One tensor-parallel rank of two, in one process: what the other would send is not waited for."""
     args = parsed(TENSOR_PARALLEL_SIZE="1", MICRO_BATCH_SIZE="2", GLOBAL_BATCH_SIZE="8")
-    args.tp, args.world_size = 2, 2
+    args.tp = 2
+    args.world_size = 2
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     try:
         trainer = make_trainer(args, Mesh.build(1, 1, 2, args.device, args.seed))

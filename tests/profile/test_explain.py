@@ -238,9 +238,12 @@ def spending(**parts: float) -> dict:
 # A link's best.
 FAST, SLOW, LATE = ({"rate": rate, "latency_ms": late} for rate, late in ((1e9, 0.1), (2e7, 0.1), (1e9, 3.0)))
 # What is left of 100 ms if nobody waits for a core, and a fifth of it.
-QUEUED, WORKS = {"queued_ms": 70.0}, {"queued_ms": 70.0, "working_ms": 20.0}
-WORKING, SLEEPY = processor(**WORKS), processor(asleep_ms=6.0, **WORKS)
-BUSY_STAGE, IDLE_STAGE = spending(forward=40.0, backward=60.0), spending(forward=30.0, pipeline_bubble=70.0)
+QUEUED = {"queued_ms": 70.0}
+WORKS = {"queued_ms": 70.0, "working_ms": 20.0}
+WORKING = processor(**WORKS)
+SLEEPY = processor(asleep_ms=6.0, **WORKS)
+BUSY_STAGE = spending(forward=40.0, backward=60.0)
+IDLE_STAGE = spending(forward=30.0, pipeline_bubble=70.0)
 UNEQUAL_LAYERS = {"ENCODER_NUM_LAYERS": "1", "DECODER_NUM_LAYERS": "8"}
 
 
@@ -367,14 +370,16 @@ def test_what_saving_costs_shows_without_a_profile(tmp_path: Path, seconds: floa
 
 def test_saving_costs_neither_what_an_evaluation_does_nor_a_pause(tmp_path: Path):
     """An evaluation of 3 s before each checkpoint, a pause of an hour before the run was resumed from one."""
-    moments, seconds = [], 0.0
+    moments = []
+    seconds = 0.0
     for number in range(1, 41):
         seconds += 0.1 + 3600 * (number == 11) + 3.0 * (number % 10 == 1 and number > 10)
         moments.append(START + seconds)
     evaluations = [Evaluation(number, "validation", 8.0, 2981.0) for number in (10, 20, 30)]
     settings = {"SAVE_INTERVAL": "10", "EVAL_INTERVAL": "10", "EVAL_ITERS": "9"}
     made = make_run(tmp_path, settings=settings, elapsed_ms=[100.0] * 40)
-    metrics, log = tmp_path / "metrics.jsonl", tmp_path / "node0.log"
+    metrics = tmp_path / "metrics.jsonl"
+    log = tmp_path / "node0.log"
     logged = zip(map(json.loads, metrics.read_text().splitlines()), moments, strict=True)
     lines = [line | {"time": moment} for line, moment in logged]
     metrics.write_text("\n".join(map(json.dumps, [*lines[:10], {"resumed_from": 10}, *lines[10:]])) + "\n")
@@ -438,7 +443,8 @@ def check(found: Explanation, name: str) -> None:
         assert sum(rank.entry.parts.values()) == pytest.approx(rank.entry.measured_ms, rel=0.05)
     assert found.content.link.rate > 1e6
     events = json.loads((found.run.directory / "trace.json").read_text())["traceEvents"]
-    layout, ranks = found.layout, set(range(found.layout.world_size))
+    layout = found.layout
+    ranks = set(range(found.layout.world_size))
     assert {event["pid"] for event in events} == ranks and len(events) <= timeline.MOST_EVENTS + len(ranks)
     assert {event["args"]["name"][:6] for event in events if event["ph"] == "M"} == {f"rank {rank}" for rank in ranks}
     if found.plan.engine == "native" and layout.tp * layout.pp * layout.micro_batches == 1:

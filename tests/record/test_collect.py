@@ -15,7 +15,8 @@ from t5bench.record.records import load
 @pytest.fixture
 def nodes(tmp_path: Path) -> tuple[Path, Path]:
     """The run directories of two nodes of one run."""
-    first, second = tmp_path / "on node 0", tmp_path / "on node 1"
+    first = tmp_path / "on node 0"
+    second = tmp_path / "on node 1"
     record(first, MEMORY.format(0), nodes=2, TRAIN_ITERS="1", OUTPUT_DIR=str(first))
     record(second, engine_output(1, 1, ranks=[1]), nodes=2, node=1, TRAIN_ITERS="1", OUTPUT_DIR=str(second))
     change(second, 1, started=load(first).record["started"])  # at the same time, not one after another

@@ -47,7 +47,8 @@ class Machine:
     """Stubs of nvidia-smi, NVML and the driver's files; the environment shows only them."""
 
     def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.root, self.monkeypatch = root, monkeypatch
+        self.root = root
+        self.monkeypatch = monkeypatch
         for folder in ("bin", "dev", "lib"):
             (root / folder).mkdir()
         self.environ = {"PATH": f"{root / 'bin'}:/usr/bin:/bin"}

@@ -82,10 +82,12 @@ def test_a_stored_run(name: str):
 @given(st.integers(0, 2**32), st.sampled_from(RUNS))
 def test_truncated_or_mixed_lines_give_correct_values_or_none(seed: int, name: str):
     """What two writers leave that share a terminal: pieces of lines, in any mixture."""
-    rng, lines = random.Random(seed), [line for line in log_lines(name) if "iteration" in line]
+    rng = random.Random(seed)
+    lines = [line for line in log_lines(name) if "iteration" in line]
     damaged: list[str] = []
     for line in lines:
-        cut, other = rng.randrange(len(line) + 1), rng.choice(lines)
+        cut = rng.randrange(len(line) + 1)
+        other = rng.choice(lines)
         mixtures = [[line], [line[:cut]], [line[:cut], line[cut:]], [], [line[:cut] + other]]
         damaged += rng.choice([*mixtures, [line[:cut] + other + line[cut:]]])
     values = [{(i.iteration, i.elapsed_ms, i.lm_loss, i.tflops) for i in iterations(text)} for text in (damaged, lines)]

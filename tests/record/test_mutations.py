@@ -30,7 +30,8 @@ from t5bench.report import compare as report
 from t5bench.report import tables, wandb_report
 from t5bench.report.page import render
 
-COUNT, SEED = int(os.environ.get("MUTATIONS", "100")), int(os.environ.get("SEED", "1"))
+COUNT = int(os.environ.get("MUTATIONS", "100"))
+SEED = int(os.environ.get("SEED", "1"))
 HANGS_AFTER = 60  # seconds, on a busy machine
 
 
@@ -113,7 +114,9 @@ def hung(*_: object) -> None:
 
 
 def test_no_damage_goes_unnoticed(runs: Path, tmp_path: Path):
-    pristine, target, counts = tmp_path / "pristine", tmp_path / "target", Counter()
+    pristine = tmp_path / "pristine"
+    target = tmp_path / "target"
+    counts = Counter()
     shutil.copytree(runs, pristine)
     clean = {execute: outcome(execute, runs, target) for execute in COMMANDS}
     (runs / "ddp" / "notes.txt").write_text("the first run after the upgrade")
@@ -121,7 +124,9 @@ def test_no_damage_goes_unnoticed(runs: Path, tmp_path: Path):
     signal.signal(signal.SIGALRM, hung)
     for number in range(SEED, SEED + COUNT):
         rng = random.Random(number)
-        run, execute, reseal = rng.choice(sorted(runs.iterdir())), rng.choice(COMMANDS), rng.random() < 0.3
+        run = rng.choice(sorted(runs.iterdir()))
+        execute = rng.choice(COMMANDS)
+        reseal = rng.random() < 0.3
         what = f"SEED={number} MUTATIONS=1: {execute.__name__} after {mutate(rng, run, reseal)} of {run.name}"
         signal.alarm(HANGS_AFTER)
         try:
@@ -132,7 +137,8 @@ def test_no_damage_goes_unnoticed(runs: Path, tmp_path: Path):
             signal.alarm(0)
         # What nobody can notice in a run with new checksums, tests of packages do. A run without checksums has a
         # sentence that says so, whether anything was changed or not.
-        is_same, is_sealed = found == clean[execute], (pristine / run.name / "node0.sha256").exists()
+        is_same = found == clean[execute]
+        is_sealed = (pristine / run.name / "node0.sha256").exists()
         counts["no difference" if is_same else "sealed again" if reseal else "named"] += 1
         new = set(found.splitlines()) - set(clean[execute].splitlines() if is_sealed else ())
         named = (str(run), str(target / run.name), f"({run.name})")

@@ -52,7 +52,9 @@ PIECES = st.lists(st.sampled_from(["é🙂", "\x1b[31m", "\x1b[", "\x1b", "]0;t\
 
 @given(PIECES, st.lists(st.integers(0, 60)), st.sampled_from([b"", b"a\x9bm\xff"]))
 def test_a_screen_shows_the_same_however_the_output_is_cut(text: str, cuts: list[int], no_utf_8: bytes):
-    data, screen, shown = text.encode() + no_utf_8, Screen(), b""
+    data = text.encode() + no_utf_8
+    screen = Screen()
+    shown = b""
     for start, stop in pairwise([0, *sorted(cut for cut in cuts if cut < len(data)), len(data)]):
         shown += screen.show(data[start:stop])
     expected = on_terminal(text) + no_utf_8.decode(errors="backslashreplace")
@@ -108,7 +110,9 @@ def test_no_command_shows_a_text_of_a_record_raw(tmp_path: Path):
     """Each text of a node's part, planted alone, so that one that a reader refuses hides no other; then the file names,
     the log and the lines of the metrics."""
     good = make_run(tmp_path / "good" / "ddp")
-    part, lines, count = good / "node0.json", [], 0
+    part = good / "node0.json"
+    lines = []
+    count = 0
     files = dict(planted(json.loads(part.read_text())))
     for count, content in enumerate(files.values()):
         directory = tmp_path / f"{count}" / "zero1"

@@ -53,7 +53,8 @@ def test_every_stage_returns_one_tensor():
     """A tuple from the whole model or the encoder; encoder_moe_losses unbound in a decoder stage. The last stage embeds
     only the decoder's tokens."""
     stages = [make_model(), make_model(add_decoder=False), decoder_stage(post_process=False), decoder_stage()]
-    looked_up, lengths = [], [DECODER_LENGTH, ENCODER_LENGTH, DECODER_LENGTH, DECODER_LENGTH]
+    looked_up = []
+    lengths = [DECODER_LENGTH, ENCODER_LENGTH, DECODER_LENGTH, DECODER_LENGTH]
     stages[-1].language_model.embedding.register_forward_pre_hook(lambda _, given: looked_up.append(given[0].shape[1]))
     shapes = [run_model(stage).shape for stage in stages]
     assert shapes == [(2, lengths[0]), *((length, 2, HIDDEN) for length in lengths[1:3]), (2, lengths[3])]
@@ -69,7 +70,8 @@ def test_decoder_does_not_attend_to_padding_and_the_heads_bias_is_marked_tensor_
 
 
 def test_error_in_self_attention_is_not_hidden():
-    layer, calls = make_model().language_model.encoder.layers[0], []
+    layer = make_model().language_model.encoder.layers[0]
+    calls = []
 
     class Broken(torch.nn.Module):
         def forward(self, *inputs, **kwargs):
@@ -119,9 +121,14 @@ LARGE = {
 
 def test_flops_of_an_encoder_decoder(args, monkeypatch: Patch):
     """Against T5-Large's multiply-accumulates of one sample, written out part by part."""
-    h, f, s, d, layers = 1024, 2816, 512, 128, 24
+    h = 1024
+    f = 2816
+    s = 512
+    d = 128
+    layers = 24
     encoder = layers * (4 * h * h * s + 2 * h * s * s + 2 * f * h * s)
-    self_attention, cross_attention = 4 * h * h * d + 2 * h * d * d, 2 * h * h * d + 2 * h * h * s + 2 * h * d * s
+    self_attention = 4 * h * h * d + 2 * h * d * d
+    cross_attention = 2 * h * h * d + 2 * h * h * s + 2 * h * d * s
     decoder = layers * (self_attention + cross_attention + 2 * f * h * d)
     core_attention = layers * 2 * h * (s * s + d * d + s * d)
     plain = 3 * (encoder + decoder + 32128 * h * d)
@@ -149,7 +156,8 @@ def log_loss(loss: float) -> None:
     timer = training.get_timers()("interval-time", log_level=0)
     timer.start()
     try:
-        losses, norm = {"lm loss": torch.tensor(loss)}, torch.tensor(1.25)
+        losses = {"lm loss": torch.tensor(loss)}
+        norm = torch.tensor(1.25)
         training.training_log(losses, {}, 0.1, 1, None, False, 0, norm, None, None, None)
     finally:
         timer.reset()
@@ -159,7 +167,8 @@ def test_a_loss_that_is_not_a_number_and_wandb_without_a_key(
     args, monkeypatch: Patch, capfd: pytest.CaptureFixture, tmp_path: Path
 ):
     """The line has the loss, and W&B goes on offline. Upstream's keys remain, in addition to the shared ones."""
-    wandb, directory = Mock(), tmp_path / "wandb"
+    wandb = Mock()
+    directory = tmp_path / "wandb"
     wandb.init.side_effect = [RuntimeError("No API key configured"), wandb]
     given = {"wandb_project": "project", "wandb_exp_name": "", "wandb_save_dir": str(directory)}
     given |= {"model_type": ModelType.encoder_and_decoder, "actual_seq_length": ENCODER_LENGTH}
@@ -219,7 +228,8 @@ DAMAGE = {
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
 def test_a_damaged_index_map_is_built_again(tmp_path: Path, get: Callable, damage: Callable[[bytes], bytes]):
     prefix = write_data(tmp_path)
-    good, paths = get(prefix), sorted(tmp_path.rglob("*.npy"))
+    good = get(prefix)
+    paths = sorted(tmp_path.rglob("*.npy"))
     assert len(paths) == (1 if get is get_map else 3)
     for path in paths:
         whole = path.read_bytes()
@@ -258,7 +268,8 @@ def test_index_map_of_other_data_is_not_used(tmp_path: Path, get: Callable):
 
 
 def test_index_map_is_written_atomically(tmp_path: Path, monkeypatch: Patch):
-    renamed, replace = [], os.replace
+    renamed = []
+    replace = os.replace
 
     def spy(source, target):
         renamed.append((Path(source).name, Path(target).name, np.load(source).shape[1]))
@@ -389,7 +400,8 @@ def test_data_loading_does_not_change_dropout(args, monkeypatch: Patch):
 def test_shards_keep_heads_together():
     """[q|k|v] is cut within each part; key_value and the rest are cut in two. The head's copy of the embedding has its
     name."""
-    whole, cut_in_two = torch.arange(12.0), [0, 1, 2, 3, 4, 5]
+    whole = torch.arange(12.0)
+    cut_in_two = [0, 1, 2, 3, 4, 5]
     for name in ("query_key_value", "key_value", "dense_h_to_4h"):
         first = [0, 1, 4, 5, 8, 9] if name == "query_key_value" else cut_in_two
         halves = [layout_independent_init.shard(f"x.{name}.weight", whole, 0, rank, 2).tolist() for rank in range(2)]
@@ -431,7 +443,9 @@ def test_zero3_builds_the_model_partitioned(args):
     from pretrain_t5 import model_provider
 
     args.model_type = ModelType.encoder_and_decoder
-    args.deepspeed, args.zero_stage, args.deepspeed_config_dict = True, 3, zero_config(3, 1)
+    args.deepspeed = True
+    args.zero_stage = 3
+    args.deepspeed_config_dict = zero_config(3, 1)
     model = model_provider()
     shapes = {name: tuple(getattr(parameter, "ds_shape", ())) for name, parameter in model.named_parameters()}
     assert all(shapes.values())

@@ -26,18 +26,22 @@ def native_arguments(*flags: str) -> Namespace:
 @pytest.mark.parametrize("exact_gelu", [True, False], ids=["exact GELU", "tanh GELU"])
 def test_loss_and_gradients(args: Namespace, monkeypatch: pytest.MonkeyPatch, exact_gelu: bool):
     """Of random weights, biases and LayerNorms included, and a padded batch."""
-    native_args, generator = native_arguments(), torch.Generator().manual_seed(5)
-    native_args.padded_vocab_size, native_args.pad_token = args.padded_vocab_size, 0
+    native_args = native_arguments()
+    generator = torch.Generator().manual_seed(5)
+    native_args.padded_vocab_size = args.padded_vocab_size
+    native_args.pad_token = 0
     native_args.no_bias_gelu_fusion = exact_gelu
     monkeypatch.setattr(args, "bias_gelu_fusion", not exact_gelu)
-    native, model = T5(native_args, Mesh()).eval(), make_model()
+    native = T5(native_args, Mesh()).eval()
+    model = make_model()
     parameters = dict(model.named_parameters())
     with torch.no_grad():
         for name, parameter in native.named_parameters():
             parameter.normal_(1.0 if name.endswith("layernorm.weight") else 0.0, 0.1, generator=generator)
             parameters[name].copy_(parameter)
     tokens, decoder_tokens, *masks, labels = make_batch()
-    decoder_tokens[0, 12:], labels[0, 12:] = 0, -1
+    decoder_tokens[0, 12:] = 0
+    labels[0, 12:] = -1
     real = labels >= 0
     losses = model(tokens, decoder_tokens, *masks, lm_labels=labels.clamp(min=0)) * real
     native_losses = native(tokens, decoder_tokens, labels)
@@ -53,8 +57,10 @@ def test_loss_and_gradients(args: Namespace, monkeypatch: pytest.MonkeyPatch, ex
 
 def test_initial_weights(args: Namespace):
     """Both engines draw them as patches/README.md defines."""
-    native_args, found = native_arguments(), dict(make_model().named_parameters())
-    native_args.padded_vocab_size, native_args.pad_token = args.padded_vocab_size, 0
+    native_args = native_arguments()
+    found = dict(make_model().named_parameters())
+    native_args.padded_vocab_size = args.padded_vocab_size
+    native_args.pad_token = 0
     native = T5(native_args, Mesh())
     initialise(native, native_args, Mesh())
     assert len(found) > 30 and all(torch.equal(found[name], drawn) for name, drawn in native.named_parameters())
@@ -62,13 +68,16 @@ def test_initial_weights(args: Namespace):
 
 def test_samples(args: Namespace):
     """Two epochs of the bundled articles, some of them longer than the encoder."""
-    prefix, samples, lengths = os.environ["SAMPLE_DATA"], 320, (192, 64)
+    prefix = os.environ["SAMPLE_DATA"]
+    samples = 320
+    lengths = (192, 64)
     train, validation, _ = build_train_valid_test_datasets(
         [prefix], "mmap", args.split, [samples, args.global_batch_size, 0], lengths[0], args.mask_prob,
         args.short_seq_prob, args.seed, True, max_seq_length_dec=lengths[1], dataset_type="t5",
     )  # fmt: skip
     flags = ["--encoder-seq-length", "192", "--max-position-embeddings", "192", "--decoder-seq-length", "64"]
-    native_args, file = native_arguments(*flags), TokenFile(prefix)
+    native_args = native_arguments(*flags)
+    file = TokenFile(prefix)
     vocabulary = Vocabulary.load(args.tokenizer_model)
     native_train, native_validation = (
         SpanCorruption(native_args, file, documents, count, vocabulary)
@@ -79,7 +88,8 @@ def test_samples(args: Namespace):
     assert np.array_equal(native_train.map, train.samples_mapping[:])
     assert np.array_equal(native_validation.map, validation.samples_mapping[:])
     for index in range(min(len(train), 400)):
-        expected, found = train[index], native_train[index]
+        expected = train[index]
+        found = native_train[index]
         for part, key in zip(found, ("text_enc", "text_dec", "labels"), strict=True):
             assert np.array_equal(part, expected[key])
         assert np.array_equal(expected["labels"] >= 0, expected["loss_mask"])

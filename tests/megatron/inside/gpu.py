@@ -105,7 +105,8 @@ def softmax_kernel(name: str) -> ModuleType:
         return run("", inputs)
 
     module = ModuleType(name)
-    module.forward, module.get_batch_per_block = forward, lambda *_: 4
+    module.forward = forward
+    module.get_batch_per_block = lambda *_: 4
     module.backward = lambda gradients, results, _scale: run(" backward", gradients, results)
     return module
 
@@ -138,7 +139,9 @@ def stand_in_for_kernels() -> None:
     def fused_adamw(*lists, **_options):
         gpu_only("fused AdamW")(*(tensor for tensors in lists for tensor in tensors))
 
-    cpp_extension.load, cpp_extension.CUDA_HOME, torch._fused_adamw_ = load, "/nonexistent", fused_adamw
+    cpp_extension.load = load
+    cpp_extension.CUDA_HOME = "/nonexistent"
+    torch._fused_adamw_ = fused_adamw
     for name in ("torch.optim.optimizer", "torch.optim.adam", "torch.optim.adamw", "torch.utils._foreach_utils"):
         module = importlib.import_module(name)
         for function in ("_get_fused_kernels_supported_devices", "_get_foreach_kernels_supported_devices"):
@@ -156,7 +159,8 @@ def stand_in_for_nccl() -> None:
     def all_gather_object(gathered, mine):
         gathered[:] = [mine]
 
-    distributed.init_process_group, distributed.all_gather_object = join_alone, all_gather_object
+    distributed.init_process_group = join_alone
+    distributed.all_gather_object = all_gather_object
     for name in ("all_reduce", "broadcast", "all_gather_into_tensor"):
         setattr(distributed, name, gpu_only(name))
 

@@ -79,7 +79,9 @@ def test_stages_exchange_through_the_host(monkeypatch: Patch, shapes_too: bool):
     """As where they share a GPU; here the GPU is the host too. Each gets what the other sent, in a tensor of its own
     that was filled from a copy."""
     arrange(pipeline_model_parallel_size=2, pipeline_model_parallel_split_rank=1)
-    shape, exchange, received_copies = (3, 2, 4), p2p_communication._batched_p2p_ops, []
+    shape = (3, 2, 4)
+    exchange = p2p_communication._batched_p2p_ops
+    received_copies = []
 
     def spy(**tensors):
         received_copies.extend(value for key, value in tensors.items() if key.startswith("tensor_recv"))

@@ -18,7 +18,9 @@ from t5bench.costmodel.machine import MIB
 from t5bench.costmodel.memory import memory_of
 from t5bench.costmodel.parameters import parameters
 
-HEADS, MICRO_BATCH, VOCABULARY = 8, 2, 4224
+HEADS = 8
+MICRO_BATCH = 2
+VOCABULARY = 4224
 CUBLAS = 2 * 32 * MIB  # a GPU's
 
 
@@ -56,7 +58,8 @@ def deepspeeds(config, tensor: int, stage: int, monkeypatch) -> GPTModelPipe:
 @pytest.mark.parametrize("tensor", [1, 2, 4, 8])
 @pytest.mark.parametrize("kind", ["t5", "gpt", "gpt in DeepSpeed's pipeline"])
 def test_parameters_of_every_stage(args: Namespace, monkeypatch, kind: str, tensor: int, stages: int):
-    t5, deepspeed = kind == "t5", kind.endswith("pipeline")
+    t5 = kind == "t5"
+    deepspeed = kind.endswith("pipeline")
     parallel = Parallel(tensor, stages, deepspeed=deepspeed)
     split = parallel.decoder_stage if t5 else 0
     given = {
@@ -106,7 +109,9 @@ def test_own_allocations(args: Namespace, monkeypatch, kind: str, dropped: float
     GPU, are functions that keep what those kernels keep: a mask of one byte an element, and the probabilities."""
     monkeypatch.setattr(torch.nn.functional, "dropout", dropout)
     monkeypatch.setattr(FusedScaleMaskSoftmax, "forward_torch_softmax", lambda _, *given: MaskedSoftmax.apply(*given))
-    t5, own, cross = kind == "t5", 512, 128
+    t5 = kind == "t5"
+    own = 512
+    cross = 128
     given = {
         "hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4, "kv_channels": 64,
         "ffn_hidden_size": 704, "num_layers": 2, "encoder_num_layers": 2, "decoder_num_layers": 2 if t5 else None,

@@ -7,7 +7,12 @@ from pathlib import Path
 
 from support import REPO_ROOT, write_indexed_dataset
 
-ENCODER_LENGTH, DECODER_LENGTH, VOCABULARY, HIDDEN, LAYERS, TIME_LIMIT = 32, 16, 4224, 32, 1, 7
+ENCODER_LENGTH = 32
+DECODER_LENGTH = 16
+VOCABULARY = 4224
+HIDDEN = 32
+LAYERS = 1
+TIME_LIMIT = 7
 ARGUMENTS = f"""
     --encoder-num-layers {LAYERS} --decoder-num-layers {LAYERS + 1}
     --hidden-size {HIDDEN} --num-attention-heads 2 --kv-channels 16 --ffn-hidden-size 64
