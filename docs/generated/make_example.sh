@@ -7,4 +7,4 @@ page=$(realpath -- "${1:?Usage: bash docs/generated/make_example.sh outputs/quic
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")"
 cp -- "$page" example/index.html
 chromium --headless --no-sandbox --disable-gpu --hide-scrollbars --virtual-time-budget=10000 \
-  --window-size=1280,2560 --screenshot=comparison.png "file://$PWD/example/index.html"
+  --window-size=1280,1100 --screenshot=comparison.png "file://$PWD/example/index.html"

@@ -22,10 +22,12 @@ from t5bench.text import processes
 
 @dataclass(frozen=True)
 class Group:
-    """The rows with one number of processes. baseline may belong to another group if that was allowed."""
+    """The rows with one number of processes."""
 
     world_size: int
     rows: Sequence[Row]
+    verdict: str
+    """Which is the fastest, in a sentence, if that is known; "" if no row has a time."""
 
 
 @dataclass(frozen=True)
@@ -166,7 +168,7 @@ def build(
     for row in rows:
         _compare_with_the_nearest(candidates, row)
     sizes = sorted({row.run.world_size for row in rows})
-    groups = [Group(size, [row for row in rows if row.run.world_size == size]) for size in sizes]
+    groups = [_group(size, [row for row in rows if row.run.world_size == size]) for size in sizes]
     notes = _warnings(rows)
     if ran_in_one_order([row.repeats for row in rows]):
         what = "every repeat ran the rows in the same order, so anything periodic looks like a difference between rows"
@@ -279,7 +281,7 @@ def _problems(rows: Sequence[Row], baseline: str) -> list[str]:
 
 
 def _verdicts(groups: Sequence[Group], baseline: str) -> list[str]:
-    sentences = [_fastest(group) for group in groups if any(row.repeats for row in group.rows)]
+    sentences = [group.verdict for group in groups if group.verdict]
     rows = [row for group in groups for row in group.rows if not row.is_baseline]
     equal = [row for row in rows if row.parity.verdict == parity.EQUAL]
     if equal and all(row.parity.verdict != parity.DIFFERENT for row in rows):
@@ -301,14 +303,19 @@ def _verdicts(groups: Sequence[Group], baseline: str) -> list[str]:
     return sentences
 
 
-def _fastest(group: Group) -> str:
+def _group(world_size: int, rows: Sequence[Row]) -> Group:
+    verdict = _fastest(world_size, rows) if any(row.repeats for row in rows) else ""
+    return Group(world_size, rows, verdict)
+
+
+def _fastest(world_size: int, rows: Sequence[Row]) -> str:
     """Which row is the fastest, if that is known; the table, the page and W&B use this sentence."""
-    timed = {number: row.repeats for number, row in enumerate(group.rows) if row.repeats}
+    timed = {number: row.repeats for number, row in enumerate(rows) if row.repeats}
     number, ratios = against_the_fastest(timed)
-    labels = [f"{row.label} *" if row.marks else row.label for row in group.rows]
+    labels = [f"{row.label} *" if row.marks else row.label for row in rows]
     first = labels[number]
-    start = f"{processes(group.world_size)}:"
-    speed = f"{group.rows[number].samples_per_second.median:.4g} samples/s"
+    start = f"{processes(world_size)}:"
+    speed = f"{rows[number].samples_per_second.median:.4g} samples/s"
     if not ratios:
         return f"{start} only {first} was timed: {speed}."
     if all(map(excludes_one, ratios.values())):

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -21,6 +22,7 @@ from t5bench.record.files import RecordError
 from t5bench.record.reader import UNFORESEEN, seconds
 from t5bench.record.status import RUNNING
 from t5bench.report import tables
+from t5bench.report.picture import panels, text
 from t5bench.text import steer, visible
 
 DEEPEST = 4  # levels of directories below a named one in which runs are looked for
@@ -215,10 +217,19 @@ def write(comparison: Comparison, directory: Path) -> Path:
     return page
 
 
-def table(comparison: Comparison, arguments: argparse.Namespace) -> str:
-    """As wide as the terminal."""
+def shown(comparison: Comparison, arguments: argparse.Namespace) -> str:
+    """The picture, the verdicts and the table, as wide as the terminal."""
     width = shutil.get_terminal_size((WIDTH_ELSEWHERE, 24)).columns
-    return visible(tables.terminal(comparison, None if arguments.wide else width), "\n")
+    drawn = panels(comparison, dict(tables.named_rows(comparison, width // 3)))
+    lines = [line for panel_line in text(drawn, width, sys.stdout.encoding) for line in fitted(panel_line, width)]
+    titles = [panel.title for panel in drawn]
+    below = tables.terminal(comparison, None if arguments.wide else width, titles)
+    return visible("\n".join([*lines, "", below] if lines else [below]), "\n")
+
+
+def fitted(line: str, width: int) -> list[str]:
+    """A title that is too long, in several lines."""
+    return textwrap.wrap(line, width, subsequent_indent="  ", break_long_words=False) if len(line) > width else [line]
 
 
 def progress(runs: Sequence[records.Run], now: float) -> tuple[str, bool]:
@@ -246,10 +257,10 @@ def progress(runs: Sequence[records.Run], now: float) -> tuple[str, bool]:
 def draw(arguments: argparse.Namespace) -> bool:
     """Draws the table of a sweep that goes on; whether every run has ended."""
     comparison = compare(arguments)
-    text, is_over = progress(comparison.runs, time.time())
+    how_far, is_over = progress(comparison.runs, time.time())
     if sys.stdout.isatty():
         steer(sys.stdout, CLEAR_SCREEN)
-    print(f"{table(comparison, arguments)}{text}", flush=True)
+    print(f"{shown(comparison, arguments)}{how_far}", flush=True)
     return is_over
 
 
@@ -261,7 +272,7 @@ def run(arguments: argparse.Namespace) -> int:
     output = arguments.output or default_output(arguments.runs, comparison.runs)
     page = write(comparison, output)
     if arguments.format == "terminal":
-        print(f"{table(comparison, arguments)}page: {page}")
+        print(f"{shown(comparison, arguments)}page: {page}")
     else:
         print(FORMATS[arguments.format](comparison), end="")
         print(f"page: {page}", file=sys.stderr)

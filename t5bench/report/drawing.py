@@ -1,4 +1,7 @@
-"""A figure of the page as SVG, by matplotlib: text is text, ink takes the page's colour, light or dark."""
+"""A figure of the page as SVG, by matplotlib: text is text, ink takes the page's colour, light or dark.
+
+What belongs to a row has the row's name (data-row) and says as its title what it is.
+"""
 
 import io
 import itertools
@@ -9,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import matplotlib
+from markupsafe import escape
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.colors import is_color_like, to_hex
@@ -18,6 +22,7 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 from t5bench.compare.comparison import Comparison
 from t5bench.record.plan import Strategy
 from t5bench.report.figures import GRID, INK, Figure, Panel, Series
+from t5bench.report.tables import significant
 
 # matplotlib wants numbers, so each colour of the page's style sheet has one that stands in for it.
 _INK = "#010203"
@@ -74,6 +79,7 @@ _UNUSED = re.compile(r'(?<=<g) id="[^"]*"| transform="rotate\(-0 [^"]*"|(?<=\n) 
 _FONT = re.compile(r"font-family: [^;\"]*;? ?")  # matplotlib's face would differ from the page's
 _TAG = re.compile(r"<[^>]+>")
 _LATER_DECIMALS = re.compile(r"(\d\.\d)\d+")  # less than a tenth of a point cannot be seen
+_MARK = re.compile(r'<g id="mark(\d+)">')
 _ID = re.compile(r'(id="|href="#|url\(#)([^")]*)')
 
 
@@ -87,6 +93,19 @@ class Look(NamedTuple):
 
 
 Looks = Mapping[str, Mapping[str, Any]]  # by row, in matplotlib's words
+
+
+class Mark(NamedTuple):
+    """What a group of the drawing is about."""
+
+    row: str
+    """"" if it is about all rows."""
+    title: str = ""
+
+    @property
+    def tag(self) -> str:
+        title = f"<title>{escape(self.title)}</title>" if self.title else ""
+        return f'<g data-row="{escape(self.row)}">{title}'
 
 
 def styles(comparison: Comparison) -> dict[str, Look]:
@@ -129,11 +148,13 @@ def _svg(figure: Figure, looks: Looks, prefix: str) -> str:
         # A user's matplotlibrc would give a package's reader another page.
         matplotlib.rcdefaults()
         matplotlib.rcParams.update(_STYLE)
-        canvas = _canvas(figure, looks)
+        marks: list[Mark] = []
+        canvas = _canvas(figure, looks, marks)
         canvas.savefig(buffer, format="svg", transparent=True, metadata=_NO_METADATA)
     text = buffer.getvalue()
     without_prolog = text[text.index("<svg") :]
-    svg = _with_own_ids(without_prolog, prefix)
+    marked = _MARK.sub(lambda group: marks[int(group[1])].tag, without_prolog)
+    svg = _with_own_ids(marked, prefix)
     svg = _TAG.sub(lambda tag: _LATER_DECIMALS.sub(r"\1", tag[0]), svg)
     svg = _FONT.sub("", svg)
     svg = _UNUSED.sub("", svg)
@@ -156,7 +177,8 @@ def _with_own_ids(svg: str, prefix: str) -> str:
     return _ID.sub(renamed, svg)
 
 
-def _canvas(figure: Figure, looks: Looks) -> Canvas:
+def _canvas(figure: Figure, looks: Looks, marks: list[Mark]) -> Canvas:
+    """marks: gets what each group that has the id of a mark is about."""
     panels = figure.panels
     columns = min(figure.columns, len(panels))
     heights = [panel.height for panel in panels[::columns]]
@@ -173,7 +195,10 @@ def _canvas(figure: Figure, looks: Looks) -> Canvas:
     )
     handle_of_label: dict[str, Artist] = {}
     for ax, panel in zip(axes.flat, panels, strict=False):
-        _draw(ax, panel, looks)
+        rows = {series.row for series in panel.series}
+        if figure.columns > 1 and len(rows) == 1:
+            _mark(ax, Mark(rows.pop()), marks)
+        _draw(ax, panel, looks, marks)
         ax.xaxis.set_major_locator(MaxNLocator(6, integer=figure.x == "iteration"))
         panel_handles, panel_labels = ax.get_legend_handles_labels()
         handle_of_label |= dict(zip(panel_labels, panel_handles, strict=True))
@@ -210,27 +235,59 @@ def _legend_labels(panels: Sequence[Panel]) -> set[str]:
     return labels - {None}
 
 
-def _draw(ax: Axes, panel: Panel, looks: Looks) -> None:
+def _mark(artist: Artist, mark: Mark, marks: list[Mark]) -> None:
+    artist.set_gid(f"mark{len(marks)}")
+    marks.append(mark)
+
+
+def _title(series: Series, point: tuple[Any, Any] | None = None) -> str:
+    """What a reader who points at it is told. point: of a bar."""
+    if point is None:
+        value = series.text
+    else:
+        start, end = point[0]
+        size = end - start if series.look == "bar" else end
+        value = significant(size)
+        if series.look == "interval" and start:
+            value = f"{significant(start)} to {significant(end)}"
+    return ": ".join(filter(None, dict.fromkeys([series.row, series.label, value])))
+
+
+def _draw(ax: Axes, panel: Panel, looks: Looks, marks: list[Mark]) -> None:
     for series in panel.series:
         look = dict(looks.get(series.row, {})) | {"label": _label(panel, series)}
         if series.colour:
             look["color"] = _STAND_INS.get(series.colour, series.colour)
             look["linestyle"] = "-"
         if series.look in _BARS:
-            _draw_bars(ax, series, look, panel.most or math.inf)
+            _draw_bars(ax, series, look, panel.most or math.inf, marks)
         elif series.points:
             points = _with_gaps(series)
-            ax.plot(*zip(*points, strict=True), **look | _LINES[series.look])
-        _annotate(ax, panel, series)
+            (line,) = ax.plot(*zip(*points, strict=True), **look | _LINES[series.look])
+            _mark(line, Mark(series.row, _title(series)), marks)
+        _annotate(ax, panel, series, marks)
     ax.set_title(panel.title)
     ax.set_ylabel(panel.y)
     _shape_axes(ax, panel)
+    _mark_names(ax, panel, marks)
 
 
-def _draw_bars(ax: Axes, series: Series, look: Mapping[str, Any], most: float) -> None:
+def _mark_names(ax: Axes, panel: Panel, marks: list[Mark]) -> None:
+    """The names at the axis belong to their rows."""
+    row_of: dict[str, str] = {}
+    for series in panel.series:
+        row_of |= {name: series.row for _, name in series.points if isinstance(name, str)}
+    if row_of:
+        ax.set_yticks(range(len(panel.names)), panel.names)
+        for label in ax.get_yticklabels():
+            _mark(label, Mark(row_of[label.get_text()]), marks)
+
+
+def _draw_bars(ax: Axes, series: Series, look: Mapping[str, Any], most: float, marks: list[Mark]) -> None:
     bar = {"color": look["color"], "label": look["label"]} | _BARS[series.look]
     for (start, end), name in series.points:
-        ax.barh(name, min(end, most) - start, left=start, **bar)
+        (patch,) = ax.barh(name, min(end, most) - start, left=start, **bar)
+        _mark(patch, Mark(series.row, _title(series, ((start, end), name))), marks)
 
 
 def _with_gaps(series: Series) -> Sequence[tuple[Any, Any]]:
@@ -247,15 +304,17 @@ def _with_gaps(series: Series) -> Sequence[tuple[Any, Any]]:
     return points
 
 
-def _annotate(ax: Axes, panel: Panel, series: Series) -> None:
+def _annotate(ax: Axes, panel: Panel, series: Series, marks: list[Mark]) -> None:
     """The figure to take away, behind the last of what the row has; a point has its row's name."""
     if panel.names and series.text:
         end = min(panel.most or math.inf, _end_of_row(panel, series.row))
         place = {"xytext": (8, 0), "textcoords": "offset points"}
-        ax.annotate(series.text, (end, series.row), **place, va="center")
+        text = ax.annotate(series.text, (end, series.row), **place, va="center")
+        _mark(text, Mark(series.row), marks)
     elif series.look == "point":
         place = {"xytext": (8, 4), "textcoords": "offset points"}
-        ax.annotate(series.row, series.points[0], **place, fontsize=9)
+        text = ax.annotate(series.row, series.points[0], **place, fontsize=9)
+        _mark(text, Mark(series.row), marks)
 
 
 def _end_of_row(panel: Panel, row: str) -> float:

@@ -3,13 +3,12 @@
 import json
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
 
@@ -24,21 +23,20 @@ from t5bench.profile.parts import DOING, PARTS
 from t5bench.record.files import RecordError
 from t5bench.record.run import Run
 from t5bench.record.status import COMPLETE
-from t5bench.report import tables
-from t5bench.report.drawing import Look, drawings, styles
+from t5bench.report import picture, tables
+from t5bench.report.drawing import drawings, styles
 from t5bench.report.figures import LONGEST_NAME, Rows, all_figures, best, mean_parts, rows_of
 from t5bench.text import processes
 
 HERE = Path(__file__).parent
-SCRIPTS = ("vendor/chart-4.5.1.umd.min.js", "page.js")
-MOST_BYTES = 880_000
+SCRIPT = HERE / "page.js"
+MOST_BYTES = 600_000
 MOST_EXPLAINED = 32
 # In the figures, and in those that take many points: the most that MOST_BYTES has room for is taken.
 MOST_ROWS = ((64, 16), (32, 8), (32, 4), (16, 4), (16, 2), (8, 2))
 DIGITS = 6
 SLOWER = 1.05  # times as long as the fastest: what differs by less needs no reason
 MINOR = 15  # columns up to this importance stand in a line below their row
-CHOSEN_BY = ("strategy", "processes", "engine")  # the rows to show
 
 
 def _facts(run: Run) -> dict[str, Any]:
@@ -189,14 +187,19 @@ def _render(comparison: Comparison, explained: Sequence[Explained], most: int, m
     figures = all_figures(comparison, drawn, most_of_large)
     looks = {name: look_of[row.strategy] for name, row in drawn.items()}
     drawn_figures = [Markup(svg) for svg in drawings(looks, figures)]
-    facts_of_rows = _facts_of_rows(rows, looks)
+    bars = picture.panels(comparison, rows)
     days = sorted({run.record["started"][:10] for run in comparison.runs})
     facts = _facts(comparison.runs[0])
     return _template().render(
         comparison=comparison,
         tables=tables,
         names={(row.label, row.run.directory): name for name, row in rows.items()},
-        choices={key: _values(facts_of_rows, key) for key in CHOSEN_BY},
+        bars=bars,
+        kinds=picture.kinds(bars),
+        bars_caption=picture.caption(bars),
+        titles=[panel.title for panel in bars],
+        choices=_choices(rows),
+        facts_of=_facts_to_choose_by,
         columns=[column for column in columns if column.importance > MINOR],
         minor=[column for column in columns if column.importance <= MINOR],
         cell=_cell,
@@ -205,10 +208,9 @@ def _render(comparison: Comparison, explained: Sequence[Explained], most: int, m
         colours={strategy: look.colour for strategy, look in look_of.items()},
         remarks=tables.remarks(comparison),
         paper=_method_in_full(),
-        # The only texts that are not escaped: matplotlib escaped what it drew, and these are scripts and their data.
+        # The only texts that are not escaped: what was escaped when it was drawn, and our own script.
         figures=list(zip(figures, drawn_figures, strict=True)),
-        data=_as_json({"rows": facts_of_rows, "figures": figures}),
-        scripts=[Markup((HERE / name).read_text()) for name in SCRIPTS],
+        script=Markup(SCRIPT.read_text()),
         drawn=[len(drawn), min(most_of_large, len(drawn))],
         limits=explained,
         why_slower=why_slower(rows),
@@ -231,25 +233,18 @@ def _template() -> Template:
     return environment.get_template("page.html.j2")
 
 
-def _facts_of_rows(rows: Rows, looks: Mapping[str, Look]) -> dict[str, dict[str, Any]]:
-    """What the page's script knows of each row; of those that are drawn also their looks."""
-    facts: dict[str, dict[str, Any]] = {}
-    for name, row in rows.items():
-        facts[name] = {
-            "strategy": row.strategy,
-            "processes": row.run.world_size,
-            "engine": row.run.engine,
-        }
-        if name in looks:
-            look = looks[name]
-            facts[name]["colour"] = look.colour
-            facts[name]["dashes"] = [3 * length for length in look.dashes]
-    return facts
+def _facts_to_choose_by(row: Row) -> dict[str, Any]:
+    """What a reader may choose rows by."""
+    return {"strategy": row.strategy, "processes": row.run.world_size, "engine": row.run.engine}
 
 
-def _values(facts_of_rows: Mapping[str, Mapping[str, Any]], name: str) -> list[Any]:
-    """The values of one fact, each once."""
-    return list(dict.fromkeys(facts[name] for facts in facts_of_rows.values()))
+def _choices(rows: Rows) -> dict[str, list[Any]]:
+    """The values of each such fact, each once."""
+    values: dict[str, dict[Any, None]] = {}
+    for row in rows.values():
+        for name, value in _facts_to_choose_by(row).items():
+            values.setdefault(name, {})[value] = None
+    return {name: list(of_name) for name, of_name in values.items()}
 
 
 def _method_in_full() -> list[str]:
@@ -258,9 +253,3 @@ def _method_in_full() -> list[str]:
     for module in (statistics, interval, repeats):
         paragraphs += re.split(r"\n\n|\n(?=- )", module.__doc__ or "")
     return paragraphs
-
-
-def _as_json(content: Any) -> Markup:
-    """For a script element, which the first `</script` would end, also one in a string."""
-    rounded = tables.rounded(msgspec.to_builtins(content), DIGITS)
-    return Markup(msgspec.json.encode(rounded).decode().replace("<", "\\u003c"))

@@ -6,7 +6,7 @@ import math
 import sys
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import astuple, dataclass, is_dataclass, replace
 from typing import Any, NamedTuple
 
@@ -41,13 +41,6 @@ def duration_text(milliseconds: float, digits: int = 3) -> str:
     if round(abs(milliseconds)) < 1000:
         return f"{significant(milliseconds, digits)} ms"
     return f"{significant(milliseconds / 1000, digits)} s"
-
-
-def duration_estimate_text(milliseconds: Estimate, digits: int = 4) -> str:
-    """The same with its interval."""
-    if round(abs(milliseconds.median)) < 1000:
-        return f"{estimate_text(milliseconds, digits)} ms"
-    return f"{estimate_text(milliseconds.over(Estimate(1000.0, 1000.0, 1000.0)), digits)} s"
 
 
 def estimate_text(value: Estimate, digits: int = 4) -> str:
@@ -554,11 +547,11 @@ def warning(comparison: Comparison) -> str:
     return reason and f"{reason}: not a measurement of Megatron-DeepSpeed on GPUs"
 
 
-def _sentences(comparison: Comparison) -> list[str]:
-    """What is to be said below a table."""
+def _sentences_below(comparison: Comparison) -> list[str]:
+    """What is to be said below a table, in full."""
     notes = [f"note: {remark}" for remark in remarks(comparison)]
     problems = [f"problem: {problem}" for problem in comparison.problems]
-    return [*comparison.verdicts, method(comparison), *notes, *problems]
+    return [method(comparison), *notes, *problems]
 
 
 def _table(shown: Sequence[Column], rows: Sequence[Row], form: str, write: Callable[[str], str] = str) -> str:
@@ -587,12 +580,12 @@ def _width(shown: Sequence[Column], comparison: Comparison) -> int:
     return max(map(len, lines))
 
 
-def terminal(comparison: Comparison, width: int | None = None) -> str:
-    """One table for each number of processes, with what is to be said above and below.
+def terminal(comparison: Comparison, width: int | None = None, told: Collection[str] = ()) -> str:
+    """The verdicts, one table for each number of processes, and what is to be said below.
 
     width: of the terminal, in characters. Columns that do not fit are left out, a long label stands below the table,
     sentences are wrapped between words, and of the notes a few lines are shown. None: every column, and one line for
-    every sentence.
+    every sentence. told: verdicts that stand elsewhere already.
     """
     room = width or sys.maxsize
     # A path stays whole.
@@ -606,7 +599,9 @@ def terminal(comparison: Comparison, width: int | None = None) -> str:
     first, *others = columns(comparison)
     first = replace(first, value=lambda row: short.get(row.label, row.label) + mark(row))
     shown = _fitting([first, *others], comparison, room)
-    lines = [wrapper.fill(text) for text in (caption(comparison), warning(comparison)) if text]
+    verdicts = [sentence for sentence in comparison.verdicts if sentence not in told]
+    above = [warning(comparison), *verdicts, caption(comparison)]
+    lines = [wrapper.fill(text) for text in above if text]
     for group in comparison.groups:
         lines += ["", processes(group.world_size), _table(shown, group.rows, "simple")]
     lines.append("")
@@ -616,9 +611,8 @@ def terminal(comparison: Comparison, width: int | None = None) -> str:
     if absent:
         lines.append(wrapper.fill(f"left out for lack of room: {absent}; --wide prints every column"))
     if width is None:
-        lines += map(wrapper.fill, _sentences(comparison))
+        lines += map(wrapper.fill, _sentences_below(comparison))
     else:
-        lines += map(wrapper.fill, comparison.verdicts)
         lines += _short_notes(comparison, wrapper)
         lines += [wrapper.fill(f"problem: {problem}") for problem in comparison.problems]
     return "\n".join(lines) + "\n"
@@ -656,7 +650,8 @@ def markdown(comparison: Comparison) -> str:
         parts.append(f"**{reason}**")
     for group in comparison.groups:
         parts += [f"## {processes(group.world_size)}", _table(shown, group.rows, "pipe", escape)]
-    parts.append("\n".join(f"- {escape(sentence)}" for sentence in _sentences(comparison)))
+    sentences = [*comparison.verdicts, *_sentences_below(comparison)]
+    parts.append("\n".join(f"- {escape(sentence)}" for sentence in sentences))
     return "\n\n".join(parts) + "\n"
 
 
