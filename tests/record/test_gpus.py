@@ -24,11 +24,11 @@ INFORMATION = "Model: \t\t {}\nIRQ:   \t\t 17\nGPU UUID: \t {}\nDevice Minor: \t
 NVML = """
 #include <stdio.h>
 #include <string.h>
+#include <unistd.h>
 #ifndef STATUS
 #define STATUS 0
 #endif
-int nvmlInit_v2(void) { return STATUS; }
-const char *nvmlErrorString(int status) { return "Driver/library version mismatch"; }
+int nvmlInitWithFlags(unsigned flags) { return STATUS; }
 int nvmlSystemGetDriverVersion(char *text, unsigned size) { strcpy(text, "570.86"); return 0; }
 int nvmlDeviceGetCount_v2(unsigned *count) { *count = 2; return 0; }
 int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **device) { *device = (void *)(long)(index + 1); return 0; }
@@ -64,6 +64,7 @@ class Machine:
         path.chmod(0o755)
 
     def nvml(self, *defines: str) -> None:
+        pytest.importorskip("pynvml", reason="nvidia-ml-py is not installed")
         (self.root / "dev" / "nvidiactl").touch()
         command = ["cc", "-shared", "-fPIC", "-x", "c", "-", *defines, "-o", str(self.root / "lib" / gpus_library())]
         subprocess.run(command, input=NVML, text=True, check=True)
@@ -168,7 +169,31 @@ def test_nvml_names_slices_and_says_why_it_fails(stubs: Machine):
     stubs.nvml("-DSLICES=0", "-DSTATUS=18")
     seen = stubs.see()
     assert seen.names == ()
-    assert seen.fault == "nvidia-smi is not installed; NVML: Driver/library version mismatch"
+    assert seen.fault == "nvidia-smi is not installed; NVML: RM has detected an NVML/RM version mismatch."
+
+
+def test_a_machine_without_the_package_has_the_drivers_files(stubs: Machine, monkeypatch: pytest.MonkeyPatch):
+    """A base Python with nothing installed stands for an environment that was made before the package was needed."""
+    bare = stubs.root / "bin" / "python"
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
+    bare.chmod(0o755)
+    monkeypatch.setattr(gpus.sys, "executable", str(bare))
+    stubs.driver(H100)
+    (stubs.root / "dev" / "nvidiactl").touch()
+    seen = stubs.see()
+    assert (seen.names, seen.source) == ((H100,), str(gpus.DRIVER))
+    assert seen.fault.endswith("NVML: the Python package nvidia-ml-py is not installed")
+
+
+def test_a_driver_that_hangs_in_the_library_costs_seconds(stubs: Machine, monkeypatch: pytest.MonkeyPatch):
+    assert gpus.NVML_SECONDS <= 3
+    monkeypatch.setattr(gpus, "NVML_SECONDS", 1.0)
+    stubs.nvml("-DSLICES=0", "-DSTATUS=(sleep(60), 0)")
+    stubs.driver(H100)
+    begun = time.monotonic()
+    seen = stubs.see()
+    assert seen.names == (H100,) and "did not answer within 1 s" in seen.fault
+    assert time.monotonic() - begun < 20
 
 
 def test_only_gpus_with_a_device_file_are_this_containers(stubs: Machine):

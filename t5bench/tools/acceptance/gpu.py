@@ -3,13 +3,12 @@
 A figure depends on the clocks, the temperature and the limits that held while it was measured: ``Watch`` samples them.
 """
 
-import ctypes
 import threading
 from collections.abc import Mapping
 from statistics import median
 from typing import Any
 
-from t5bench.record.nvml import Library
+from t5bench.record import nvml
 
 # Numbers and bits of nvml.h.
 SM_CLOCK = 1
@@ -29,61 +28,48 @@ SLOWED_BY = {
 }
 
 
-class _Utilization(ctypes.Structure):
-    _fields_ = (("gpu", ctypes.c_uint), ("memory", ctypes.c_uint))
-
-
-class Nvml(Library):
+class Nvml:
     """The visible GPUs of this machine, in CUDA's order where CUDA_VISIBLE_DEVICES names them."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         """Raises OSError without the library, the driver or a visible GPU."""
-        super().__init__()
+        nvml.start()
         visible_devices = environment.get("CUDA_VISIBLE_DEVICES")
         if visible_devices is None:
-            words = [str(index) for index in range(self.number("nvmlDeviceGetCount_v2"))]
+            words = [str(index) for index in range(nvml.read("nvmlDeviceGetCount") or 0)]
         else:
             words = [word.strip() for word in visible_devices.split(",") if word.strip()]
         self.gpus = [self._gpu(word) for word in words]
-        if not self.gpus:
+        if not self.gpus or None in self.gpus:
             raise OSError("no GPU is visible")
 
-    def _gpu(self, word: str) -> ctypes.c_void_p:
-        """A GPU by its index or its UUID."""
+    def _gpu(self, word: str) -> Any:
+        """A GPU by its index or its UUID; None if there is none."""
         if word.isdecimal():
-            return self.handle("nvmlDeviceGetHandleByIndex_v2", ctypes.c_uint(int(word)))
-        return self.handle("nvmlDeviceGetHandleByUUID", word.encode())
-
-    def _read(self, function: str, value: Any, *arguments: Any) -> Any:
-        """The value that a function writes; None where this GPU or driver does not have it."""
-        try:
-            self.call(function, *arguments, ctypes.byref(value))
-        except (OSError, AttributeError):
-            return None
-        return value
-
-    def _number(self, function: str, *arguments: Any) -> int | None:
-        value = self._read(function, ctypes.c_ulonglong(), *arguments)
-        return None if value is None else value.value
+            return nvml.read("nvmlDeviceGetHandleByIndex", int(word))
+        return nvml.read("nvmlDeviceGetHandleByUUID", word)
 
     def names(self) -> list[str]:
-        return [self.text("nvmlDeviceGetName", gpu) for gpu in self.gpus]
+        return [nvml.read("nvmlDeviceGetName", gpu) or "NVIDIA GPU" for gpu in self.gpus]
 
-    def driver(self) -> str:
-        return self.text("nvmlSystemGetDriverVersion")
+    def driver(self) -> str | None:
+        return nvml.read("nvmlSystemGetDriverVersion")
 
-    def sample(self, gpu: ctypes.c_void_p) -> dict[str, int | None]:
+    def memory_mib(self) -> list[float | None]:
+        """Of each GPU."""
+        return [nvml.memory_mib(gpu) for gpu in self.gpus]
+
+    def sample(self, gpu: Any) -> dict[str, int | None]:
         """One GPU's state now: MHz, degrees Celsius, milliwatts, percent, bits of SLOWED_BY, errors."""
-        utilization = self._read("nvmlDeviceGetUtilizationRates", _Utilization(), gpu)
-        errors = (ctypes.c_uint(UNCORRECTED), ctypes.c_uint(SINCE_THE_DRIVER_LOADED))
+        utilization = nvml.read("nvmlDeviceGetUtilizationRates", gpu)
         return {
-            "sm_mhz": self._number("nvmlDeviceGetClockInfo", gpu, ctypes.c_uint(SM_CLOCK)),
-            "memory_mhz": self._number("nvmlDeviceGetClockInfo", gpu, ctypes.c_uint(MEMORY_CLOCK)),
-            "temperature_c": self._number("nvmlDeviceGetTemperature", gpu, ctypes.c_uint(GPU_SENSOR)),
-            "power_mw": self._number("nvmlDeviceGetPowerUsage", gpu),
+            "sm_mhz": nvml.read("nvmlDeviceGetClockInfo", gpu, SM_CLOCK),
+            "memory_mhz": nvml.read("nvmlDeviceGetClockInfo", gpu, MEMORY_CLOCK),
+            "temperature_c": nvml.read("nvmlDeviceGetTemperature", gpu, GPU_SENSOR),
+            "power_mw": nvml.read("nvmlDeviceGetPowerUsage", gpu),
             "busy_percent": utilization and utilization.gpu,
-            "slowed_by": self._number("nvmlDeviceGetCurrentClocksThrottleReasons", gpu),
-            "ecc_errors": self._number("nvmlDeviceGetTotalEccErrors", gpu, *errors),
+            "slowed_by": nvml.read("nvmlDeviceGetCurrentClocksThrottleReasons", gpu),
+            "ecc_errors": nvml.read("nvmlDeviceGetTotalEccErrors", gpu, UNCORRECTED, SINCE_THE_DRIVER_LOADED),
         }
 
 
@@ -91,7 +77,7 @@ def visible(environment: Mapping[str, str]) -> Nvml | None:
     """The visible GPUs; None if there is none that the driver knows."""
     try:
         return Nvml(environment)
-    except (OSError, AttributeError):
+    except OSError:
         return None
 
 

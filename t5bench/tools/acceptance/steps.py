@@ -147,7 +147,7 @@ class Machine:
         shared_memory = os.statvfs("/dev/shm")
         memory = []
         if self.nvml:
-            memory = [self.nvml.memory_mib(handle) for handle in self.nvml.gpus]
+            memory = self.nvml.memory_mib()
         return {
             "GPUs": ", ".join(self.gpus),
             "GPU memory MiB": ", ".join(map(str, memory)),
