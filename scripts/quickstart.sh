@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Trains and compares all eight strategies from a fresh clone. It needs no GPU and no compiler.
+# Trains and compares all strategies from a fresh clone. It needs no GPU and no compiler.
 #
 # Usage: bash scripts/quickstart.sh [--help]
 #
 # Creates a virtual environment in the checkout, prepares the bundled sample, trains a tiny T5 with
-# each strategy and compares them. Apart from the caches of pip, uv and matplotlib, and checksums of
-# the data in ~/.cache/t5-parallelism, everything stays in the checkout: .venv/ and
-# outputs/quickstart/. Run it again to continue where it stopped.
+# each strategy, compares them, and lets one model complete a text. Apart from the caches of pip, uv
+# and matplotlib, and checksums of the data in ~/.cache/t5-parallelism, everything stays in the
+# checkout: .venv/ and outputs/quickstart/. Run it again to continue where it stopped.
 # The settings of run_megatron_t5_all.sh and of the launchers also work.
 set -euo pipefail
 source "$(dirname -- "${BASH_SOURCE[0]}")/common.sh"
@@ -24,4 +24,15 @@ export SAMPLE_INTERVAL="${SAMPLE_INTERVAL:-0.2}"
 # One iteration of each is profiled, so that the page shows where the time went.
 export PROFILE_ITERATION="${PROFILE_ITERATION:-$((TRAIN_ITERS > 3 ? TRAIN_ITERS / 2 : 0))}"
 export RUNS_DIR
-exec bash "$REPO_ROOT/scripts/run_megatron_t5_all.sh"
+bash "$REPO_ROOT/scripts/run_megatron_t5_all.sh"
+
+# Once more with DDP, saving the model, so that one sees what a run is for.
+model=$REPO_ROOT/outputs/quickstart/model/$FAMILY_PREFIX$ENGINE
+prompt='The <extra_id_0> walks in <extra_id_1> park.'
+[[ -z $FAMILY_PREFIX ]] || prompt='The man walks in'
+saved=(MODEL_PRESET=tiny STRATEGIES=ddp REPEATS=1 RUNS_DIR="$model" SAVE_INTERVAL="$TRAIN_ITERS" PROFILE_ITERATION=0)
+env "${saved[@]}" bash "$REPO_ROOT/scripts/run_megatron_t5_all.sh" >/dev/null
+echo
+echo "After $TRAIN_ITERS iterations a tiny model cannot know much. It completes '$prompt' like this:"
+python_module t5bench generate "$model/repeat1/ddp" --prompt "$prompt"
+echo "Next: open the page; docs/learn.md is a course of one hour; README.md says how to run this on your nodes."

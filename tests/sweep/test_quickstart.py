@@ -35,10 +35,12 @@ def test_all_strategies_train_and_equal_ddp_and_everything_stays_in_the_checkout
         assert not row["bytes_sent_per_iteration"] or float(row["bytes_sent_per_iteration"]) > 0, "few samples: none"
     assert "not a measurement of Megatron-DeepSpeed on GPUs" in (quickstart / "outputs" / "stdout").read_text()
     assert (comparison / "index.html").is_file()
+    said, answer, what_next = (quickstart / "outputs" / "stdout").read_text().splitlines()[-3:]
+    assert said.startswith("After ") and answer.startswith("The ") and what_next.startswith("Next: ")
     progress = (quickstart / "outputs" / "stderr").read_text().splitlines()
     assert (
         len([line for line in progress if line.startswith("[") and "  complete, " in line])
-        == len(NATIVE_STRATEGIES) + 1
+        == len(NATIVE_STRATEGIES) + 2
     )
     made = {path.name for path in quickstart.iterdir()} - {path.name for path in REPO_ROOT.iterdir()}
     assert made <= {"outputs", ".venv"}

@@ -5,12 +5,15 @@ from t5bench.record.run import Run
 from t5bench.tools.convert.trained import TrainedModel
 
 HOW_GPT = """\
+`add_special_tokens=False` matters if the model was trained with a T5's tokenizer, which otherwise ends a prompt in
+`</s>`: the model has learnt that another document begins there.
+
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 tokenizer = AutoTokenizer.from_pretrained(".")
 model = AutoModelForCausalLM.from_pretrained(".")
-inputs = tokenizer("The", return_tensors="pt")
+inputs = tokenizer("The", add_special_tokens=False, return_tensors="pt")
 print(tokenizer.decode(model.generate(**inputs)[0]))
 ```"""
 HOW_T5 = """\

@@ -155,7 +155,7 @@ def wikitext(model: ExportedModel, path: Path, stride: int) -> dict[str, Any]:
     words = len(text.split())
     if not words:
         raise Problem(f"{path} has no words")
-    tokens = [model.start, *model.tokenizer(ordinary_spaces(text), verbose=False).input_ids]
+    tokens = [model.start, *model.tokens(ordinary_spaces(text))]
     loss = total_loss(model, tokens, stride)
     return {
         "wikitext word perplexity": perplexity(loss / words),

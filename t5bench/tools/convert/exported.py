@@ -40,6 +40,11 @@ class ExportedModel:
         """The token that comes before a text of a GPT."""
         return self.tokenizer.bos_token_id if self.tokenizer.bos_token_id is not None else self.tokenizer.eos_token_id
 
+    def tokens(self, text: str) -> list[int]:
+        """A prompt's, or those of a part of a text: for a GPT without the `</s>` that a T5's tokenizer ends a text in,
+        after which the model has learnt to begin another document."""
+        return self.tokenizer(text, add_special_tokens=self.is_t5, verbose=False).input_ids
+
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, help="a run directory with checkpoints, or one that export has written")

@@ -87,7 +87,7 @@ def answers(model: ExportedModel, prompt: str, options: dict[str, Any]) -> Itera
     """The prompt with what the model makes of it, once for each sample."""
     if model.is_t5:
         spans.check_gaps(prompt)
-    token_ids = model.tokenizer(prompt).input_ids or [model.start]
+    token_ids = model.tokens(prompt) or [model.start]
     options = {"max_new_tokens": model.model.generation_config.max_new_tokens} | options
     check_length(model, len(token_ids), options["max_new_tokens"])
     inputs = torch.tensor([token_ids], device=model.device)

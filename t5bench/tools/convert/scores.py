@@ -81,8 +81,8 @@ def last_words(model: ExportedModel, passages: Sequence[str]) -> LastWords:
         context, space, word = passage.strip().rpartition(" ")
         if not space:
             raise Problem(f"a passage has only one word: {passage[:80]!r}")
-        target = model.tokenizer(f" {word}").input_ids
-        before = model.tokenizer(context).input_ids
+        target = model.tokens(f" {word}")
+        before = model.tokens(context)
         tokens = [*before, *target][-model.length - 1 :]
         likelihoods, is_likeliest = log_likelihoods(model, tokens, len(target))
         correct += bool(is_likeliest.all())

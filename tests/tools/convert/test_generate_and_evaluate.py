@@ -8,14 +8,16 @@ import shutil
 from pathlib import Path
 
 import pytest
+from support import REPO_ROOT
 from tools.convert.convert_commands import script, t5bench
 
 from t5bench import Problem
 from t5bench.record.records import load
 from t5bench.tools.convert import spans
-from t5bench.tools.convert.exported import usable_device
+from t5bench.tools.convert.exported import ExportedModel, usable_device
 from t5bench.tools.convert.generate import generation_options, read_prompts
 from t5bench.tools.convert.scores import ordinary_spaces, windows
+from t5bench.tools.convert.tokenizer import tokenizer_of
 
 PROMPT = "The <extra_id_0> walks in <extra_id_1> park."
 
@@ -27,6 +29,16 @@ def test_gaps_are_filled_by_their_names():
     assert spans.filled(PROMPT, {1: ""}) == "The <extra_id_0> walks in [] park."
     text = spans.without_special("<pad><extra_id_0> a</s>", ["<pad>", "</s>", "<extra_id_0>"])
     assert spans.fillings(text) == {0: "a"}
+
+
+@pytest.mark.parametrize("is_t5", [True, False])
+def test_a_gpt_continues_a_prompt_that_does_not_end(is_t5: bool):
+    """A T5's tokenizer ends each text in `</s>`, with which a GPT that was trained with it begins a new document."""
+    tokenizer = tokenizer_of(REPO_ROOT / "megatron_data" / "sample" / "tokenizer", "t5")
+    config = argparse.Namespace(is_encoder_decoder=is_t5)
+    model = ExportedModel(REPO_ROOT, argparse.Namespace(config=config), tokenizer, usable_device("cpu"))
+    tokens = model.tokens("The man")
+    assert len(tokens) > 1 and (tokens[-1] == tokenizer.eos_token_id) is is_t5
 
 
 @pytest.mark.parametrize("name", ["banana", "meta", "cuda:99"])
