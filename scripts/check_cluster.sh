@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Checks whether the nodes are healthy and can run together: bash scripts/check_cluster.sh [--health] [--network FILE] [host ...]
+# Checks whether the nodes are healthy and can run together: bash scripts/check_cluster.sh [--health] [--network FILE] [--host FILE] [host ...]
 # The hosts, master first, come from the arguments, HOSTS or SLURM; --help says what is checked.
 set -euo pipefail
 source "$(dirname -- "${BASH_SOURCE[0]}")/common.sh"
 
 options=() hosts=()
 while (($# > 0)); do
-  if [[ $1 == --network && $# -gt 1 ]]; then
+  if [[ $1 == --network || $1 == --host ]] && (($# > 1)); then
     options+=("$1" "$2")
     shift
   elif [[ $1 == -* ]]; then

@@ -1,17 +1,127 @@
 """How far a prediction may be off: intervals that should hold 90 % of what new sources measure.
 
-Each is a factor: a figure lies between predicted / factor and predicted x factor. ``python -m t5bench predict
---intervals`` computes them from published measurements, says how many others they hold, and a test compares
-(t5bench/costmodel/evidence/intervals.py, docs/prediction.md).
+Memory has one factor. A time's doubt depends on what limits it: layouts share their machine's host, GPUs and links, so
+what is not known of these moves their times together, each by as much as it matters to the layout; and each layout has
+an error of its own. ``python -m t5bench predict --intervals`` computes the factors from published measurements and says
+how many others they hold; ``--choice`` does it for the choice among layouts. Tests compare (docs/prediction.md).
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import exp, log, sqrt
+
+from t5bench.costmodel import time
+from t5bench.costmodel.job import Job
+from t5bench.costmodel.machine import Link, Machine
+
 LEVEL = 0.90
-TIME = 1.412
-"""Of an iteration's absolute time."""
+Z = 1.645
+"""Standard deviations of a normal distribution on each side of an interval that holds LEVEL."""
+TIME = 1.327
+"""Factor of an iteration's absolute time, where computing limits it: lies between predicted / TIME and x TIME."""
 RATIO = 1.212
-"""Of the ratio of two times on the same machine with the same software: of two layouts, or of a calibrated time."""
+"""Of the ratio of two times on the same machine with the same software, where computing limits both."""
 MEMORY = 1.054
 """Of the fullest GPU's memory."""
+
+# Standard deviations of natural logarithms. A ratio has the errors of two layouts.
+LAYOUT = 0.107
+"""Of what a layout does not share with others: evidence/grid.py's."""
+GPU = sqrt((log(TIME) / Z) ** 2 - LAYOUT**2)
+"""Of what all layouts share of the GPU: its rates in this software."""
+LINK = 0.30
+"""Of the rate that collectives reach on a link that was not measured."""
+MEASURED_LINK = 0.10
+CPU_SPEED = 1.5
+"""Of a CPU: nothing is known of its speed before a run calibrates it."""
+CPU_HOST = 0.30
+"""Of the cost of an operator on a CPU beside its speed in arithmetic."""
+
+
+@dataclass(frozen=True)
+class Shift:
+    """How much longer, as natural logarithms, what layouts share takes than a machine's figures say."""
+
+    host: float = 0.0
+    gpu: float = 0.0
+    inside: float = 0.0
+    """Collectives inside of a node."""
+    between: float = 0.0
+    """Between nodes."""
+
+    def times(self, size: float) -> "Shift":
+        return Shift(self.host * size, self.gpu * size, self.inside * size, self.between * size)
+
+    def plus(self, other: "Shift") -> "Shift":
+        return Shift(
+            self.host + other.host, self.gpu + other.gpu, self.inside + other.inside, self.between + other.between
+        )
+
+
+def doubts(machine: Machine) -> list[Shift]:
+    """The independent directions in which a machine may differ from its figures, by one standard deviation each."""
+    between = MEASURED_LINK if machine.between.is_measured else LINK
+    links = [Shift(inside=LINK), Shift(between=between)]
+    if not machine.device.memory:  # The same cores compute and start operators.
+        return [Shift(host=CPU_SPEED, gpu=CPU_SPEED), Shift(host=CPU_HOST), *links]
+    return [Shift(host=log(machine.host.uncertainty) / Z), Shift(gpu=GPU), *links]
+
+
+def _slower_link(link: Link, shift: float) -> Link:
+    factor = exp(shift)
+    return replace(link, bandwidth=link.bandwidth / factor, latency=link.latency * factor)
+
+
+def shifted_seconds(job: Job, machine: Machine, backend: str, slower: float, shift: Shift) -> float:
+    """The seconds of an iteration on a machine that differs from its figures."""
+    host = machine.host.operator_seconds * exp(shift.host - shift.gpu)  # what is slower slows the host down, too
+    on = replace(
+        machine,
+        measured_host=replace(machine.host, operator_seconds=host),
+        inside=_slower_link(machine.inside, shift.inside),
+        between=_slower_link(machine.between, shift.between),
+    )
+    return time.iteration(job, on, backend, slower * exp(shift.gpu)).total
+
+
+def responses(
+    job: Job, machine: Machine, backend: str, slower: float, directions: Sequence[Shift]
+) -> list[tuple[float, float]]:
+    """For each direction, by how much the logarithm of the time changes with one standard deviation up, and down."""
+    base = log(shifted_seconds(job, machine, backend, slower, Shift()))
+    answers: list[tuple[float, float]] = []
+    for direction in directions:
+        more = log(shifted_seconds(job, machine, backend, slower, direction)) - base
+        less = -more
+        if direction.host:  # A faster host hides behind the GPU, a slower one does not.
+            less = log(shifted_seconds(job, machine, backend, slower, direction.times(-1))) - base
+        answers.append((more, less))
+    return answers
+
+
+def factors(of: Sequence[tuple[float, float]], own: float) -> tuple[float, float]:
+    """The factors of an interval's lower and upper end, both at least 1.
+
+    of: responses. own: the standard deviation of what no direction explains.
+    """
+    down = own**2
+    up = own**2
+    for more, less in of:
+        down += min(more, less, 0.0) ** 2
+        up += max(more, less, 0.0) ** 2
+    return exp(Z * sqrt(down)), exp(Z * sqrt(up))
+
+
+def surely_slower(
+    ratio: float, of_slower: Sequence[tuple[float, float]], of_faster: Sequence[tuple[float, float]]
+) -> bool:
+    """Whether a layout that is predicted to take `ratio` times as long as another surely takes longer.
+
+    of_slower, of_faster: the responses of both. What they share cancels out as far as it matters to both.
+    """
+    differences = [(slow[0] - fast[0], slow[1] - fast[1]) for slow, fast in zip(of_slower, of_faster, strict=True)]
+    lower, _ = factors(differences, LAYOUT * sqrt(2))
+    return ratio > lower
 
 
 def around(value: float, factor: float) -> tuple[float, float]:

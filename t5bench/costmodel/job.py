@@ -244,6 +244,7 @@ class Software:
     tensor_logits: int = 0  # `logits` under tensor parallelism, 0 where it is the same
     cast_parameters: bool = False  # parameters are fp32, and cast to 16 bits in every iteration
     keeps_inputs: bool = False  # of pipeline stages, and fp16's fp32 gradients, until the next iteration (memory.py)
+    fused_softmax: bool = True  # of stored scores: scale, mask and softmax in one kernel
     eager: bool = False  # norms, activations and softmax run as PyTorch's operators one by one (time.py)
 
 
@@ -261,7 +262,9 @@ SOFTWARE = {
     "megatron-core": Software(scores_buffer=True, keeps_inputs=True),
     # The same without the fused softmax: FusedScaleMaskSoftmax.forward_torch_softmax computes in fp32, and autograd
     # keeps its result: core/fusions/fused_softmax.py:313.
-    "megatron-core-softmax": Software(softmax=4, scores_buffer=True, keeps_inputs=True),
+    "megatron-core-softmax": Software(softmax=4, scores_buffer=True, keeps_inputs=True, fused_softmax=False),
+    # Software whose attention is not known.
+    "unknown": Software(scores_buffer=True, keeps_inputs=True, fused_softmax=False),
     # Megatron-LM with it: UnfusedDotProductAttention fills padded rows of the probabilities, which keeps each layer's
     # mask, if "padding" is in the mask's type (transformer_engine/pytorch/attention/dot_product_attention/backends.py,
     # masked_fill). GPT's and T5's decoders have "causal".

@@ -57,11 +57,32 @@ class Device:
 class Host:
     """A node's CPU with its Python and PyTorch, which start every operator."""
 
-    operator_seconds: float = 10e-6
-    """Seconds that the host spends on one of an engine's operators (time.py counts them)."""
+    operator_seconds: float
+    """Seconds that the host spends on one of an engine's operators (operators.py counts them)."""
     uncertainty: float = 1.0
     """Factor: with 90 % certainty the cost lies between operator_seconds / uncertainty and operator_seconds x
     uncertainty."""
+
+
+# Of hosts that were not measured, by what they usually have for GPUs.
+# A100: VIA-Research/vTrain at f8dda84, 720 iterations of Megatron-DeepSpeed on one kind of host (evidence/grid.py).
+# Hopper and later: the same tests of NVIDIA/Megatron-LM, which the host limits, take 0.63 to 0.73 times as long on a
+# DGX H100 as on a DGX A100 (evidence/*.json).
+# Of a CPU: measured here, as a core of it computes, which is calibrated, too.
+# The uncertainty: a current EPYC, with this project's native engine, has 10 us; what Megatron-LM's tests imply for a
+# DGX A100 is 80 us.
+UNMEASURED = 2.5
+ON_AMPERE = Host(36e-6, UNMEASURED)
+ON_HOPPER = Host(25e-6, UNMEASURED)
+ON_CPU = Host(10e-6, UNMEASURED)
+OLDER = ("volta", "turing", "ampere", "ampere-sxm", "cdna2")
+
+
+def usual_host(device: Device) -> Host:
+    """What is known of the host of GPUs, or of a CPU, that was not measured."""
+    if not device.memory:
+        return ON_CPU
+    return ON_AMPERE if device.family in OLDER else ON_HOPPER
 
 
 @dataclass(frozen=True)
@@ -72,7 +93,11 @@ class Machine:
     inside: Link  # between two GPUs of a node
     between: Link  # what one node sends over all its interfaces
     devices_per_node: int = 8
-    host: Host = Host()
+    measured_host: Host | None = None
+
+    @property
+    def host(self) -> Host:
+        return self.measured_host or usual_host(self.device)
 
 
 # Where the figures of these rows are published:

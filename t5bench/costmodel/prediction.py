@@ -23,6 +23,8 @@ class Prediction:
     backend: str = "nccl"
     slower: float | None = 1.0
     name: str = ""
+    directions: tuple[intervals.Shift, ...] = ()
+    """In which the machine may differ from its figures; none: as before any run on it."""
 
     @classmethod
     def of_plan(
@@ -78,10 +80,25 @@ class Prediction:
     @property
     def seconds_interval(self) -> tuple[float, float] | None:
         """Where 90 % of such iterations lie; a calibrated time is a ratio to a measured one. A CPU has no other."""
-        is_calibrated = self.slower != 1
-        if not self.time or not (self.machine.device.memory or is_calibrated):
+        if not self.time:
             return None
-        return intervals.around(self.time.total, intervals.RATIO if is_calibrated else intervals.TIME)
+        if self.slower != 1 and not self.directions:
+            return intervals.around(self.time.total, intervals.RATIO)
+        if not self.machine.device.memory and not self.directions:
+            return None
+        down, up = intervals.factors(self.responses, intervals.LAYOUT)
+        return self.time.total / down, self.time.total * up
+
+    @cached_property
+    def responses(self) -> list[tuple[float, float]]:
+        """How the time answers to what is not known of the machine (intervals.py)."""
+        directions = self.directions or intervals.doubts(self.machine)
+        return intervals.responses(self.job, self.machine, self.backend, self.slower or 1.0, directions)
+
+    def surely_slower_than(self, other: "Prediction") -> bool:
+        """Whether it takes longer than the other, on the same machine, with 95 % certainty."""
+        ratio = self.time.total / other.time.total
+        return ratio > 1 and intervals.surely_slower(ratio, self.responses, other.responses)
 
     @property
     def memory_interval(self) -> tuple[float, float] | None:
@@ -152,4 +169,4 @@ def with_link(device: Device, between: Link, per_node: int, host: Host | None = 
     inside = Link(device.nvlink or device.pcie, 10e-6)
     if not device.memory:  # Processes of a CPU wait for its cores, whether a message comes from their node or another.
         inside = Link(5e9, between.latency if between.is_measured else 20e-6)
-    return Machine(device, inside, between, per_node, host or Host())
+    return Machine(device, inside, between, per_node, host)

@@ -36,10 +36,16 @@ NORM_OPERATORS = 3  # a further norm's forward and backward, and its gradient's 
 # For the gradient of one linear layer's weight where a zero-bubble schedule computes it later, counted likewise.
 WEIGHT_OPERATORS = 5
 # Passes of element-wise operations over a layer's tensors in forward, read and written; backward has twice as many.
-# Norms, biases, dropout, residuals: of [tokens, hidden] in each block; of [tokens, ffn]; of attention's scores.
+# Norms, biases, dropout, residuals: of [tokens, hidden] in each block; of [tokens, ffn].
 BLOCK_PASSES = 10
 FFN_PASSES = 4
-SCORE_PASSES = 10
+# Over stored scores, with a fused softmax, counted in what each kernel reads and writes. Forward: the first product
+# writes them, softmax reads and writes them, dropout too with a mask of half their size, the second product reads them.
+# Backward: the product writes a gradient, dropout reads it and the mask and writes it, softmax reads it and its output
+# and writes its own; the gradients of query, key and value read three of these.
+SCORE_PASSES_FORWARD = 5.5
+SCORE_PASSES_BACKWARD = 9.5
+SEPARATE_SCORE_PASSES = 10  # forward, with scale and mask as kernels of their own, which read and write; backward twice
 LOGIT_PASSES = 6
 NORM_PASSES = 2  # of a tensor that has a norm besides its block's first one
 # What Hugging Face's modules (transformers 4.57) add by running operators one by one, counted with TorchDispatchMode:
@@ -98,12 +104,20 @@ class Time:
 
 
 class Pass(NamedTuple):
-    """A micro-batch's forward or backward on a stage."""
+    """A micro-batch's forward or backward on a stage, in seconds."""
 
     gpu: float
-    """Seconds."""
+    """Of the GPU."""
     seconds: float
-    """Including the host."""
+    """Including the host, without collectives."""
+    layers_gpu: float
+    """Of the GPU in the layers alone."""
+    layers_host: float
+    """Of the host in the layers alone. Where it is the longer one, it hides the layers' collectives, too."""
+
+    def with_queued(self, seconds: float) -> float:
+        """The pass with collectives in the GPU's queue, which is empty while the layers wait for their host."""
+        return self.seconds + max(0.0, seconds - max(0.0, self.layers_host - self.layers_gpu))
 
 
 class Passes(NamedTuple):
@@ -113,8 +127,10 @@ class Passes(NamedTuple):
     """Over [tokens, hidden] in each block."""
     ffn: float
     """Over [tokens, ffn]."""
-    scores: int
+    scores_forward: float
     """Over attention's scores, where they are stored."""
+    scores_backward: float
+    """The same in a backward pass. Of everything else, it has twice a forward pass's."""
 
 
 class Rates(NamedTuple):
@@ -145,16 +161,25 @@ def _passes(job: Job) -> Passes:
     software = job.software
     ffn = FFN_PASSES * (1.5 if a.gated else 1)
     if not software.eager:
-        return Passes(BLOCK_PASSES, ffn, SCORE_PASSES)
+        if software.fused_softmax:
+            return Passes(BLOCK_PASSES, ffn, SCORE_PASSES_FORWARD, SCORE_PASSES_BACKWARD)
+        return Passes(BLOCK_PASSES, ffn, SEPARATE_SCORE_PASSES, 2 * SEPARATE_SCORE_PASSES)
     norm = EAGER_RMS_NORM[software.stream or job.element] if a.norm == "rms" else 0
     gelu = EAGER_GELU if a.gated or a.family == "gpt" else 0
-    scores = SCORE_PASSES if software.softmax else EAGER_SCORES[job.element]
-    return Passes(BLOCK_PASSES + norm, ffn + gelu, scores)
+    scores = SEPARATE_SCORE_PASSES if software.softmax else EAGER_SCORES[job.element]
+    return Passes(BLOCK_PASSES + norm, ffn + gelu, scores, 2 * scores)
+
+
+class LayerSeconds(NamedTuple):
+    forward: float
+    backward: float
+    core: float
+    """The forward share of attention's core, which selective recomputation repeats."""
 
 
 @lru_cache(maxsize=65536)
-def _layer_seconds(job: Job, decoder: bool, device: Device) -> tuple[float, float]:
-    """Seconds of one layer: a micro-batch's forward on one GPU, and the share of attention's core."""
+def _layer_seconds(job: Job, decoder: bool, device: Device) -> LayerSeconds:
+    """Of one layer and a micro-batch, on one GPU."""
     a = job.architecture
     t = job.parallel.tensor
     b = job.micro_batch
@@ -176,12 +201,13 @@ def _layer_seconds(job: Job, decoder: bool, device: Device) -> tuple[float, floa
     passes += (each.ffn * n * a.ffn + 2 * n * (a.query + 2 * a.key)) / t
     passes += _further_norms(job, decoder)
     scores = sum(a.heads * n * length for length, kernel in attentions if kernel == "unfused")
-    core = 2 * b * core_products / t / attention + each.scores * b * scores * softmax / t * rates.element
+    score = b * scores * softmax / t * rates.element  # one pass
+    core = 2 * b * core_products / t / attention + each.scores_forward * score
     core += start * sum(2 if kernel == "unfused" else 1 for _, kernel in attentions)
     # Query, key and value at once, but cross-attention's query apart; the output of each attention; two of the FFN.
     linear_products = 3 * len(attentions) + 1
     seconds = 2 * b * weights / t / rates.linear + linear_products * start + b * passes * rates.element + core
-    return seconds, core
+    return LayerSeconds(seconds, 2 * seconds + (each.scores_backward - 2 * each.scores_forward) * score, core)
 
 
 def _further_norms(job: Job, decoder: bool) -> float:
@@ -206,33 +232,52 @@ def stage_seconds(job: Job, machine: Machine, stage: int, slower: float = 1.0) -
     # What a layer's time does not depend on, so that each is computed once.
     one_replica = replace(job.parallel, data=1, pipeline=1, split_rank=None)
     plain = replace(job, zero=Zero(), global_batch=1, recompute="none", parallel=one_replica)
-    layers_seconds = core_seconds = 0.0
+    forward = backward = core = 0.0
     for is_decoder, layers in ((False, part.encoder_layers), (True, part.decoder_layers)):
         if layers:
-            seconds, core = _layer_seconds(plain, is_decoder, device)
-            layers_seconds += layers * seconds
-            core_seconds += layers * core
-    head_seconds = _head_seconds(job, rates) if part.head else 0.0
-    layer_operators = _layer_operators(job, part)
-    recomputed = {"none": 0.0, "selective": core_seconds, "full": layers_seconds}[job.recompute]
-    operators_again = {"none": 0.0, "selective": layer_operators / 18, "full": layer_operators / 3}[job.recompute]
-    operators = layer_operators + _other_operators(job, part)
+            layer = _layer_seconds(plain, is_decoder, device)
+            forward += layers * layer.forward
+            backward += layers * layer.backward
+            core += layers * layer.core
+    head = _head_seconds(job, rates) if part.head else 0.0
+    operators = _layer_operators(job, part)
+    others = OTHER_OPERATORS if part.head else 0
+    recomputed = {"none": 0.0, "selective": core, "full": forward}[job.recompute]
+    operators_again = {"none": 0.0, "selective": operators / 18, "full": operators / 3}[job.recompute]
 
     # A micro-batch's gradients are added to the earlier ones.
     adding = parameters(a, job.parallel, stage) * ADDING_PASSES * rates.element
-    forward = layers_seconds + head_seconds
-    backward = 2 * forward + recomputed + adding
+    hooks = _hook_operators(job, part)
     return (
-        _pass(forward, operators / 3, machine, slower),
-        _pass(backward, operators * 2 / 3 + operators_again, machine, slower),
+        _pass(forward, (operators + hooks) / 3, head, others / 3, machine, slower),
+        _pass(
+            backward + recomputed + adding,
+            (operators + hooks) * 2 / 3 + operators_again,
+            2 * head,
+            others * 2 / 3,
+            machine,
+            slower,
+        ),
     )
 
 
-def _pass(gpu: float, operators: float, machine: Machine, slower: float) -> Pass:
-    """A GPU computes while the host launches; on a CPU the two alternate. gpu: seconds by the device's figures."""
-    gpu *= slower
-    host = operators * machine.host.operator_seconds * slower
-    return Pass(gpu, gpu + host if machine.device.name == CPU.name else max(gpu, host))
+def _pass(
+    layers: float, layers_operators: float, rest: float, rest_operators: float, machine: Machine, slower: float
+) -> Pass:
+    """A GPU computes while the host launches: in the layers, and in the rest. On a CPU the two alternate.
+
+    layers, rest: seconds by the device's figures. The rest is the head. A GPU that the host keeps waiting has nothing
+    left to do when the head begins, and the head's few large operators give the host no lead.
+    """
+    layers *= slower
+    rest *= slower
+    cost = machine.host.operator_seconds * slower
+    layers_host = layers_operators * cost
+    rest_host = rest_operators * cost
+    gpu = layers + rest
+    if machine.device.name == CPU.name:
+        return Pass(gpu, gpu + layers_host + rest_host, layers, layers_host)
+    return Pass(gpu, max(layers, layers_host) + max(rest, rest_host), layers, layers_host)
 
 
 def weight_seconds(job: Job, machine: Machine, slower: float = 1.0) -> list[float]:
@@ -260,7 +305,7 @@ def _weight_seconds(job: Job, machine: Machine, stage: int, slower: float) -> fl
             starting = len(shapes) * device.achievable.start
             gpu += layers * (2 * job.micro_batch * weights / t / rates.linear + starting + adding)
             operators += layers * len(shapes) * WEIGHT_OPERATORS
-    return _pass(gpu, operators, machine, slower).seconds
+    return _pass(gpu, operators, 0.0, 0.0, machine, slower).seconds
 
 
 def _head_seconds(job: Job, rates: Rates) -> float:
@@ -282,14 +327,13 @@ def _layer_operators(job: Job, part: Stage) -> int:
     return alone * part.encoder_layers + decoder * part.decoder_layers + further
 
 
-def _other_operators(job: Job, part: Stage) -> int:
-    """The head's, and those of what divides the states."""
-    operators = OTHER_OPERATORS if part.head else 0
+def _hook_operators(job: Job, part: Stage) -> int:
+    """Of what divides the states, around the layers' tensors."""
     layers = part.encoder_layers + part.decoder_layers
-    if job.fully_sharded:
-        operators += FSDP2_LAYER_OPERATORS * layers + FSDP2_ROOT_OPERATORS
+    if job.fully_sharded or (job.zero.stage and job.engine == "unknown"):  # published ones are mostly PyTorch's FSDP
+        return FSDP2_LAYER_OPERATORS * layers + FSDP2_ROOT_OPERATORS
     hooked = ENCODER_TENSORS * part.encoder_layers + DECODER_TENSORS * part.decoder_layers + OTHER_TENSORS
-    return operators + HOOK_OPERATORS[job.zero.stage] * hooked
+    return HOOK_OPERATORS[job.zero.stage] * hooked
 
 
 def collective_seconds(collective: Collective, job: Job, machine: Machine, backend: str = "nccl") -> float:
@@ -318,18 +362,23 @@ def iteration(job: Job, machine: Machine, backend: str = "nccl", slower: float =
     stages = range(job.parallel.pipeline)
     passes = [stage_seconds(job, machine, stage, slower) for stage in stages]
     waits = _waits(job, machine, backend, passes, slower)
-    forward = [seconds.seconds + waits.forward[stage] for stage, (seconds, _) in enumerate(passes)]
-    backward = [seconds.seconds + waits.backward[stage] for stage, (_, seconds) in enumerate(passes)]
+    forward = [
+        way.with_queued(waits.queued_forward[stage]) + waits.forward[stage] for stage, (way, _) in enumerate(passes)
+    ]
+    backward = [
+        way.with_queued(waits.queued_backward[stage]) + waits.backward[stage] for stage, (_, way) in enumerate(passes)
+    ]
     parallel = job.parallel
     weights = weight_seconds(job, machine, slower)
     whole = schedule.duration(forward, backward, m, waits.transfer, parallel.virtual_stages, parallel.schedule, weights)
     busiest = max(stages, key=lambda stage: forward[stage] + backward[stage])
     computing = m * sum(way.gpu for way in passes[busiest])
-    waiting = m * (waits.forward[busiest] + waits.backward[busiest])
+    alone = sum(way.seconds for way in passes[busiest])
+    waiting = m * (forward[busiest] + backward[busiest] - alone)
     optimizer, offload = _update_seconds(job, machine.device, slower)
     return Time(
         computing=computing,
-        host=m * sum(way.seconds for way in passes[busiest]) - computing,
+        host=m * alone - computing,
         bubble=max(0.0, whole - m * (forward[busiest] + backward[busiest])),
         communication=waiting + max(waits.once),
         optimizer=optimizer,
@@ -345,6 +394,9 @@ class Waits:
     forward: list[float]
     """In every forward pass of a micro-batch."""
     backward: list[float]
+    queued_forward: list[float]
+    """Of collectives in every forward pass that only the GPU's queue waits for, while the host goes on."""
+    queued_backward: list[float]
     once: list[float]
     """In an iteration."""
     hidden: list[float]
@@ -356,7 +408,11 @@ class Waits:
 def _waits(job: Job, machine: Machine, backend: str, passes: Sequence[tuple[Pass, Pass]], slower: float) -> Waits:
     m = job.micro_batches
     stages = len(passes)
-    waits = Waits(forward=[0.0] * stages, backward=[0.0] * stages, once=[0.0] * stages, hidden=[0.0] * stages)
+    nothing = [0.0] * stages
+    waits = Waits(list(nothing), list(nothing), list(nothing), list(nothing), list(nothing), list(nothing))
+    # gloo computes on the host, which waits for it.
+    in_forward = waits.forward if backend == "gloo" else waits.queued_forward
+    in_backward = waits.backward if backend == "gloo" else waits.queued_backward
     overlapped: Counter[tuple[int, str]] = Counter()  # of a stage, what is sent while it computes
     for collective in collectives_of(job):
         seconds = collective.count * collective_seconds(collective, job, machine, backend)
@@ -374,9 +430,9 @@ def _waits(job: Job, machine: Machine, backend: str, passes: Sequence[tuple[Pass
             if is_hidden:
                 overlapped[stage, collective.overlap] += seconds
             elif collective.when == "each forward":
-                waits.forward[stage] += seconds / m
+                in_forward[stage] += seconds / m
             elif collective.when == "each backward":
-                waits.backward[stage] += seconds / m
+                in_backward[stage] += seconds / m
             else:
                 waits.once[stage] += seconds
     for (stage, overlap), seconds in overlapped.items():

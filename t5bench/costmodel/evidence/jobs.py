@@ -183,7 +183,7 @@ def job_of(point: Point, tensor_size: int | None = None) -> Job:
         recompute=recomputation,
         attention=words.attention_kernel(point),
         dropout=DROPOUT if point.dropout is None else point.dropout,
-        engine=software(point) or "megatron-core",
+        engine=software(point) or "unknown",
         dummy_gradients=_keeps_dummy_gradients(point, architecture),
         moments=words.ADAM if states is None else states,
     )

@@ -29,10 +29,11 @@ from t5bench import Problem
 from t5bench.plan.launchers import ALONE, accepted, declarations
 from t5bench.plan.planner import plan
 from t5bench.plan.topology import REACHED_BY, double, is_this_host
+from t5bench.record.host_cost import HostCost
 from t5bench.record.hosts import is_loopback, is_nobody, without_dot
 from t5bench.record.network import Figures, Network
 from t5bench.text import steer, visible
-from t5bench.tools.nodes import health
+from t5bench.tools.nodes import health, host_cost
 from t5bench.tools.nodes.ask import CONNECT_SECONDS, Reply, execute, unreachable
 from t5bench.tools.nodes.cell import Cell
 from t5bench.tools.nodes.probe import SECONDS, Question
@@ -44,6 +45,7 @@ LEAST_HEALTH_SECONDS = 5.0
 # from the start of the check, and in any case
 NETWORK_LIMIT = 55.0
 LEAST_NETWORK = 27.0
+HOST_LIMIT = 120.0  # for a tiny training, which takes ten seconds unless the engine compiles something first
 LARGEST_CLOCK_DIFFERENCE = 1.0  # seconds
 RED = "\033[31m"
 PLAIN = "\033[0m"
@@ -209,6 +211,30 @@ def measure_network(nodes: Sequence[Node], python: str, limit: float) -> Network
     return network
 
 
+def measure_hosts(nodes: Sequence[Node], python: str) -> HostCost | None:
+    """Fills in the row "operator", and returns what was measured if every node answered."""
+    kept = {name: os.environ[name] for name in host_cost.KEPT if os.environ.get(name)}
+
+    def ask(node: Node) -> Reply:
+        seconds = str(HOST_LIMIT - CONNECT_SECONDS - 1)
+        return execute(node.host, python, "host_cost", [seconds], HOST_LIMIT, here=node.here, **kept)
+
+    with ThreadPoolExecutor(len(nodes)) as pool:
+        replies = list(pool.map(ask, nodes))
+    costs = {}
+    for node, reply in zip(nodes, replies, strict=True):
+        cost = reply.answer.get("operator_us")
+        if cost:
+            costs[node.host] = cost
+            node.cells["operator"] = Cell(f"{cost:.1f} us in the {reply.answer['engine']} engine")
+        else:
+            why = reply.answer.get("error") or reply.error.splitlines()[-1]
+            node.cells["operator"] = Cell("not measured", why, "Start the same training alone to see all it says")
+    if len(costs) < len(nodes):
+        return None
+    return HostCost(replies[0].answer["engine"], replies[0].answer["device"], costs)
+
+
 def speed_of(figures: Figures) -> str:
     return f"{figures.gbit:.3g} Gbit/s, {figures.us:.0f} us, {figures.us_computing:.0f} while computing"
 
@@ -297,6 +323,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--health", action="store_true", help="check only whether each node is healthy")
     network = "write what was measured of the network into this file, for python -m t5bench predict --network"
     parser.add_argument("--network", type=Path, metavar="FILE", help=network)
+    host = "train a tiny model on each node, and write what an operator costs its host, for predict --host"
+    parser.add_argument("--host", type=Path, metavar="FILE", help=host)
 
 
 def checked_hosts(hosts: Sequence[str]) -> list[str]:
@@ -319,6 +347,8 @@ def run(args: argparse.Namespace) -> int:
     hosts = checked_hosts(args.hosts)
     if args.network:
         check_place(args.network, hosts, is_health_alone=args.health)
+    if args.host:
+        check_writable(args.host, "--host")
     # A Ctrl-C ends this and every ssh at once; processes on the nodes end by their own time limit.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     python = shutil.which(os.environ.get("PYTHON") or "python3") or sys.executable
@@ -332,6 +362,7 @@ def run(args: argparse.Namespace) -> int:
         network = None
     else:
         network = check_all(nodes, python)
+    cost = measure_hosts(nodes, python) if args.host else None
     compare_clocks(nodes)
     compare_speeds(nodes)
     rows = table(nodes)
@@ -345,7 +376,9 @@ def run(args: argparse.Namespace) -> int:
     else:
         print(shown)
     if args.network:
-        save(network, args.network)
+        save(network, args.network, "network", "--network")
+    if args.host:
+        save(cost, args.host, "host", "--host")
     return 1 if count else 0
 
 
@@ -355,20 +388,25 @@ def check_place(path: Path, hosts: Sequence[str], is_health_alone: bool) -> None
         raise Problem("--health does not measure the network, which --network writes down", "Leave one of them out")
     if len(hosts) < 2:
         raise Problem(f"--network needs two hosts or more, found {hosts[0]}", "Name another host")
+    check_writable(path, "--network")
+
+
+def check_writable(path: Path, option: str) -> None:
+    """Raises Problem."""
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise Problem(f"{path} cannot be written", "Name another file with --network")
+        raise Problem(f"{path} cannot be written", f"Name another file with {option}")
 
 
-def save(network: Network | None, path: Path) -> None:
+def save(measured: Network | HostCost | None, path: Path, what: str, option: str) -> None:
     """Raises Problem if the file cannot be written."""
-    if not network:  # the table says why
-        print(f"\nNo network was measured, so {path} was not written.")
+    if not measured:  # the table says why
+        print(f"\nNo {what} was measured, so {path} was not written.")
         return
     try:
-        network.write(path)
+        measured.write(path)
     except OSError as error:
-        raise Problem(f"{path} cannot be written: {error.strerror}", "Name another file with --network") from error
-    print(f"\nWrote {path}; read it with: python -m t5bench predict --network {path}")
+        raise Problem(f"{path} cannot be written: {error.strerror}", f"Name another file with {option}") from error
+    print(f"\nWrote {path}; read it with: python -m t5bench predict {option} {path}")
 
 
 def check_all(nodes: Sequence[Node], python: str) -> Network | None:

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import geometric_mean
 
 from tabulate import tabulate
 
@@ -15,9 +16,10 @@ from t5bench.arguments import at_least
 from t5bench.compare.comparable import gpu_names
 from t5bench.compare.rows import Row, make_row
 from t5bench.costmodel import schedule, time
-from t5bench.costmodel.evidence import check, intervals, tutorials
+from t5bench.costmodel.calibration import Calibrated, Measured, calibrate
+from t5bench.costmodel.evidence import check, grid, intervals, tutorials
 from t5bench.costmodel.job import Job, padded
-from t5bench.costmodel.machine import DEVICES, GIB, Device, Link, device_of
+from t5bench.costmodel.machine import DEVICES, GIB, Device, Host, Link, device_of
 from t5bench.costmodel.memory import activation_bytes, in_flight
 from t5bench.costmodel.prediction import LATENCY, Prediction, with_link
 from t5bench.costmodel.presets import NOTES, PRESETS
@@ -25,6 +27,7 @@ from t5bench.costmodel.time import CPU
 from t5bench.plan.forecast import GIGABITS, gpu_here, padded_vocabulary
 from t5bench.plan.launchers import declarations, with_slurm_hosts
 from t5bench.plan.planner import plan
+from t5bench.record.host_cost import read_host_cost
 from t5bench.record.network import read_network
 from t5bench.record.plan import Plan
 from t5bench.record.records import load
@@ -39,7 +42,8 @@ SETTINGS_PRESETS = ("tiny", "small", "base", "large")  # values of MODEL_PRESET
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", nargs="*", type=Path, help="run directories (default: the current settings)")
     add_machine(parser)
-    parser.add_argument("--calibrate", type=Path, metavar="RUN", help="calibrate the machine's speed with this run")
+    calibrate = "calibrate the machine's speed with this run; with several, repeat the option"
+    parser.add_argument("--calibrate", type=Path, action="append", metavar="RUN", help=calibrate)
     link = "the link's speed in that run (default: --link)"
     network = "the file that check_cluster.sh --network wrote before that run (default: --network)"
     parser.add_argument("--calibrate-link", type=at_least(1e-6, float), metavar="GBIT", help=link)
@@ -47,6 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--check", type=Path, metavar="FILE", help="compare the model with published measurements")
     widths = "derive the 90 %% intervals from published measurements, and test them on others"
     parser.add_argument("--intervals", action="store_true", help=widths)
+    choice = "judge the choice of layouts on 720 published times of one kind of node, or on a FILE with such columns"
+    parser.add_argument("--choice", type=Path, nargs="?", const=grid.FILE, metavar="FILE", help=choice)
     parser.add_argument(
         "--published", action="store_true", help="print docs/generated/published.md: two tutorials' figures"
     )
@@ -71,6 +77,8 @@ def add_machine(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--link", type=at_least(1e-6, float), metavar="GBIT", help=link)
     parser.add_argument("--latency", type=at_least(0, float), metavar="US", help=latency)
     parser.add_argument("--network", type=Path, metavar="FILE", help=network)
+    host = "the file that check_cluster.sh --host wrote: what an operator costs the hosts"
+    parser.add_argument("--host", type=Path, metavar="FILE", help=host)
     model = f"a preset (tiny, small, base or large) or published dimensions: {' '.join(PRESETS)}"
     parser.add_argument("--model", help=model)
     vocabulary = "vocabulary size before padding (default: the data's, else the model family's)"
@@ -101,13 +109,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def predict(args: argparse.Namespace) -> int:
-    if args.check:
-        return check.run(args)
-    if args.intervals:
-        return intervals.run(args.json)
-    if args.published:
-        print(tutorials.page(), end="")
-        return 0
+    if args.check or args.intervals or args.choice or args.published:
+        return against_others(args)
     if args.executes:
         jobs = [
             (plan.strategy.name, Job.of_plan(plan, vocabulary_of(plan, args.vocabulary)))
@@ -129,6 +132,9 @@ def predict(args: argparse.Namespace) -> int:
             refused[its_plan.strategy.name] = reason
         else:
             prediction = predicted(args, its_plan, row, calibrated.slower if calibrated else None)
+            if calibrated and calibrated.known:
+                on = calibrated.known.machine(prediction.machine)
+                prediction = replace(prediction, machine=on, directions=calibrated.known.directions)
             entries.append(Entry(prediction, row))
     if not entries:
         raise Problem("no strategy can run with these settings", "\n".join(dict.fromkeys(refused.values())))
@@ -143,6 +149,18 @@ def predict(args: argparse.Namespace) -> int:
     if args.schedule:
         for entry in entries:
             show_schedule(entry.prediction)
+    return 0
+
+
+def against_others(args: argparse.Namespace) -> int:
+    """Holds the model against what others published. Raises Problem."""
+    if args.check:
+        return check.run(args)
+    if args.intervals:
+        return intervals.run(args.json)
+    if args.choice:
+        return grid.run(args.choice, args.json)
+    print(tutorials.page(), end="")
     return 0
 
 
@@ -221,6 +239,11 @@ def link_of(network: Path | None, gigabits: float | None, microseconds: float | 
     return read_network(network).link
 
 
+def host_of(path: Path | None) -> Host | None:
+    """The hosts as they were measured. Raises Problem."""
+    return read_host_cost(path).host if path else None
+
+
 def predicted(
     args: argparse.Namespace, plan: Plan, row: Row | None, slower: float | None = None, link: Link | None = None
 ) -> Prediction:
@@ -239,7 +262,8 @@ def predicted(
     if slower is None and device is not CPU:
         slower = 1.0
     between = link or link_of(args.network, args.link, args.latency)
-    return Prediction.of_plan(plan, job, with_link(device, between, job.parallel.devices_per_node), slower, name)
+    machine = with_link(device, between, job.parallel.devices_per_node, host_of(args.host))
+    return Prediction.of_plan(plan, job, machine, slower, name)
 
 
 def why_not(args: argparse.Namespace, plan: Plan) -> str:
@@ -336,8 +360,10 @@ class Calibration:
 
     run: Path
     slower: float
-    """How many times as long everything takes as the device's own figures say, as far as they are known."""
+    """How many times as long computing takes as the device's own figures say, as far as they are known."""
     is_of_cpu: bool
+    known: Calibrated | None = None
+    """What runs on GPUs say of their hosts, too."""
 
     def check(self, entries: Sequence[Entry]) -> None:
         """Raises Problem where an entry is for another kind of device."""
@@ -348,9 +374,26 @@ class Calibration:
 
 def calibration(args: argparse.Namespace) -> Calibration:
     """Raises Problem."""
-    row = measured_row(args.calibrate)
+    measured = [measured_time(args, path) for path in args.calibrate]
+    first = args.calibrate[0]
+    is_of_cpu = measured[0].machine.device is CPU
+    try:
+        if is_of_cpu:
+            # A CPU's speed is unknown before, so a single factor says nearly all that there is.
+            factors = [time.calibrated(run.job, run.machine, run.seconds, run.backend) for run in measured]
+            return Calibration(first, geometric_mean(factors), is_of_cpu)
+        known = calibrate(measured)
+    except ValueError as error:
+        found = f"{' '.join(map(str, args.calibrate))} was faster than its link allows: {error}"
+        raise Problem(found, "Give its link's speed: --calibrate-link GBIT") from error
+    return Calibration(first, known.slower, is_of_cpu, known)
+
+
+def measured_time(args: argparse.Namespace, path: Path) -> Measured:
+    """A run's time, and the machine that it ran on. Raises Problem."""
+    row = measured_row(path)
     if not row.milliseconds:
-        raise Problem(f"{args.calibrate} has no measured iterations", "Calibrate with a complete run")
+        raise Problem(f"{path} has no measured iterations", "Calibrate with a complete run")
     is_known = not row.on_gpu or device_of(gpu_names(row.run) or "")
     of_the_run = argparse.Namespace(**vars(args) | {"device": "" if is_known else args.device})
     link = None
@@ -358,13 +401,7 @@ def calibration(args: argparse.Namespace) -> Calibration:
         latency = None if args.calibrate_network else args.latency
         link = link_of(args.calibrate_network, args.calibrate_link, latency)
     prediction = predicted(of_the_run, row.run.plan, row, link=link)
-    machine = prediction.machine
-    try:
-        slower = time.calibrated(prediction.job, machine, row.milliseconds.median / 1000, prediction.backend)
-    except ValueError as error:
-        found = f"{args.calibrate} was faster than its link allows: {error}"
-        raise Problem(found, "Give its link's speed: --calibrate-link GBIT") from error
-    return Calibration(args.calibrate, slower, machine.device is CPU)
+    return Measured(prediction.job, prediction.machine, row.milliseconds.median / 1000, prediction.backend)
 
 
 def show(entries: Sequence[Entry], refused: Mapping[str, str]) -> None:
@@ -380,6 +417,10 @@ def show(entries: Sequence[Entry], refused: Mapping[str, str]) -> None:
     print(f"MB: sent by the busiest node to others per iteration, over {link:g} Gbit/s with {first.backend}.")
     if first.slower is None:
         print("No times: the speed of this CPU is unknown. --calibrate RUN measures it from a run.")
+    elif first.directions:
+        host = first.machine.host.operator_seconds * (first.slower or 1) * 1e6
+        computing = f"computing takes {first.slower:.3g} times as long as the data sheet implies"
+        print(f"Calibrated: {computing}, and an operator costs the host {host:.3g} us.")
     elif first.slower != 1:
         print(f"Calibrated: everything takes {first.slower:.3g} times as long as the device's data sheet implies.")
     for sentence in regrets(entries):

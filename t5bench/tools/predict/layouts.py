@@ -15,7 +15,6 @@ from tabulate import tabulate
 
 from t5bench import Problem, note
 from t5bench.arguments import at_least
-from t5bench.costmodel import intervals
 from t5bench.costmodel.job import Architecture, Job, Parallel, Zero, beyond_native
 from t5bench.costmodel.layout import balanced_split
 from t5bench.costmodel.machine import DEVICES, GIB, Machine
@@ -29,6 +28,7 @@ from t5bench.record.settings import BY_NAME, Whole
 from t5bench.tools.predict.command import (
     add_machine,
     device_for,
+    host_of,
     link_of,
     range_text,
     settings_left_out,
@@ -39,6 +39,7 @@ from t5bench.tools.predict.command import (
 TENSOR_SIZES = (1, 2, 4, 8)  # beyond a node the all-reduces of every layer cross the network
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 RECOMPUTE = ("none", "selective", "full")
+MOST_AS_FAST = 3.0  # a layout that takes so many times as long is slower whatever the machine is like
 FULLEST = 0.95  # of the device's memory; the rest is lost to fragmentation
 # The strategy whose launcher starts a kind of layout.
 STRATEGIES = {
@@ -190,6 +191,8 @@ def rank(args: argparse.Namespace) -> int:
 
         if args.network:
             raise Problem("the page has an input for the link's rate, and --network is more", "Give --link instead")
+        if args.host:
+            raise Problem("the page has no input for a measured host", "Leave out --host")
         start = numbers_of_gpus(args.gpus or "8")[0]
         args.page.write_text(page.text(args, start))
         print(f"Wrote {args.page}; open it in a browser")
@@ -218,7 +221,7 @@ def rank(args: argparse.Namespace) -> int:
             job=job,
             zeros=[Zero.of_config(each.ds_config) for each in zeros],
             gpus=size,
-            machine=with_link(device, link, per_node),
+            machine=with_link(device, link, per_node, host_of(args.host)),
             batch=args.global_batch or max(batch, size),
             tensor=tensor,
             pipeline=pipeline,
@@ -399,8 +402,10 @@ def pareto(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 
 def is_as_fast(candidate: Candidate, fastest: Candidate) -> bool:
-    """Whether it cannot be told from the fastest: the ratio of their times lies within the 90 % interval of 1."""
-    return candidate.seconds <= fastest.seconds * intervals.RATIO
+    """Whether it is not surely slower than the fastest."""
+    if not candidate.fits or candidate.seconds > MOST_AS_FAST * fastest.seconds:
+        return False
+    return not candidate.surely_slower_than(fastest)
 
 
 def as_fast(candidates: Sequence[Candidate]) -> list[Candidate]:
@@ -485,10 +490,9 @@ def mfu_text(candidate: Candidate) -> str:
 def not_told_apart(candidates: Sequence[Candidate]) -> str:
     """One sentence. candidates: sorted by time."""
     count = len(as_fast(candidates))
-    share = f"{intervals.RATIO - 1:.0%}"
     if count == 1:
-        return f"The fastest is clear: no other layout comes within {share} of it."
-    return f"The first {count} are too close to call: predicted ratios are good to {share}, and these differ by less."
+        return "The fastest is clear: every other layout is surely slower."
+    return f"{count} layouts are too close to call: the first, and those that are not surely slower than it."
 
 
 def draw(ranked: Mapping[int, Sequence[Candidate]], path: Path, memory: int) -> None:

@@ -71,9 +71,11 @@ def test_a_calibrated_time_is_more_certain_and_a_cpu_has_no_other_interval():
     job = Job(GPT, Parallel(data=8), 8, 64)
     absolute = Prediction(job, machine)
     calibrated = Prediction(job, machine, slower=1.5)
-    for prediction, factor in ((absolute, intervals.TIME), (calibrated, intervals.RATIO)):
-        low, high = prediction.seconds_interval
-        assert (prediction.time.total / low, high / prediction.time.total) == pytest.approx((factor, factor))
+    # Computing takes nearly all of the time, so the host does not matter.
+    low, high = absolute.seconds_interval
+    assert (absolute.time.total / low, high / absolute.time.total) == pytest.approx([intervals.TIME] * 2, rel=0.03)
+    low, high = calibrated.seconds_interval
+    assert (calibrated.time.total / low, high / calibrated.time.total) == pytest.approx([intervals.RATIO] * 2)
     low, high = absolute.memory_interval
     assert log(high / low) == pytest.approx(2 * log(intervals.MEMORY))
     assert absolute.to_json()["intervals"]["seconds"] == absolute.seconds_interval
@@ -88,14 +90,12 @@ def test_layouts_that_cannot_be_told_apart_are_named():
     near, nearer = (Candidate(Job(GPT, Parallel(data=8), batch, 64), machine) for batch in (8, 4))
     far = Candidate(Job(GPT, Parallel(tensor=8, devices_per_node=1), 8, 64), machine)
     ranked = sorted((near, nearer, far), key=lambda candidate: candidate.seconds)
-    assert far.seconds > intervals.RATIO * ranked[0].seconds > ranked[1].seconds
     assert as_fast(ranked) == ranked[:2]
-    assert not_told_apart(ranked).startswith("The first 2 are too close to call: predicted ratios are good to 21%")
+    assert not_told_apart(ranked).startswith("2 layouts are too close to call")
     assert "The fastest is clear" in not_told_apart([ranked[0], far])
     pipeline = Candidate(Job(GPT, Parallel(pipeline=2, data=4), 8, 64), machine)
     reasons = dict(losers([ranked[0], pipeline, far]))
-    is_as_fast = pipeline.seconds <= intervals.RATIO * ranked[0].seconds
-    assert reasons["PP"].endswith("(too close to call)") == is_as_fast
+    assert reasons["PP"].endswith("(too close to call)") != pipeline.surely_slower_than(ranked[0])
     assert not reasons["TP"].endswith("(too close to call)")
 
 

@@ -22,8 +22,8 @@ BASE: dict[str, Any] = {
     "precision": "bf16",
     "parallel": {"tp": 1, "pp": 1, "dp": 8},
     "hardware": {"gpu": "A100", "count": 8, "nodes": 1},
-    "micro_batch": 4,
-    "global_batch": 32,
+    "micro_batch": 16,  # so many that the host does not limit it
+    "global_batch": 128,
     "use": ["throughput", "ratio"],
     "measured": {"samples_per_second": 100.0},
     "software": "megatron-core",

@@ -1,0 +1,128 @@
+"""What measured runs say of a machine: its host, its GPUs and its links, each as far as the runs depend on it.
+
+Before any run, each direction of doubt (intervals.py) has a normal distribution. Measured times update it by Bayes'
+rule, with times that answer linearly to small changes: one run that the host limits says what the host costs, and next
+to nothing of the GPU; runs of both kinds say both.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import exp, log, sqrt
+
+from t5bench.costmodel import intervals, time
+from t5bench.costmodel.intervals import LAYOUT, Shift
+from t5bench.costmodel.job import Job
+from t5bench.costmodel.machine import Machine
+
+ROUNDS = 8
+STEP = 0.25  # of a standard deviation, to either side, for a time's response
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A run's time."""
+
+    job: Job
+    machine: Machine
+    """With the figures that predictions start from; its links may be others than those of the predictions."""
+    seconds: float
+    backend: str = "nccl"
+
+
+@dataclass(frozen=True)
+class Calibrated:
+    """What is known after some runs."""
+
+    shift: Shift
+    """How much longer everything takes than the figures say."""
+    directions: tuple[Shift, ...]
+    """What is still not known, by one standard deviation each."""
+
+    @property
+    def slower(self) -> float:
+        """How many times as long computing takes as the device's figures say."""
+        return exp(self.shift.gpu)
+
+    def machine(self, machine: Machine) -> Machine:
+        """The machine as the runs show it; `slower` comes on top. Links keep their figures."""
+        host = machine.host
+        seconds = host.operator_seconds * exp(self.shift.host - self.shift.gpu)
+        return replace(machine, measured_host=replace(host, operator_seconds=seconds))
+
+    @property
+    def host(self) -> float:
+        """How many times as long an operator takes the host as its figure says."""
+        return exp(self.shift.host)
+
+
+def calibrate(runs: Sequence[Measured]) -> Calibrated:
+    """Raises ValueError if a run was faster than its links allow."""
+    for run in runs:
+        sending = time.iteration(run.job, run.machine, run.backend, 0.0).total
+        if sending > run.seconds:
+            found = f"sending alone takes {sending:.3g} s at this link's rate, the iteration {run.seconds:.3g} s"
+            raise ValueError(found)
+    directions = intervals.doubts(runs[0].machine)
+    count = len(directions)
+    position = [0.0] * count  # in standard deviations
+
+    def logarithm(run: Measured, at: Sequence[float]) -> float:
+        shift = Shift()
+        for direction, size in zip(directions, at, strict=True):
+            shift = shift.plus(direction.times(size))
+        return log(intervals.shifted_seconds(run.job, run.machine, run.backend, 1.0, shift))
+
+    covariance = _identity(count)
+    for _ in range(ROUNDS):
+        # From the distribution before any run, with responses at the last position.
+        covariance = _identity(count)
+        following = [0.0] * count
+        for run in runs:
+            response = []
+            for axis in range(count):
+                above = [*position]
+                below = [*position]
+                above[axis] += STEP
+                below[axis] -= STEP
+                response.append((logarithm(run, above) - logarithm(run, below)) / (2 * STEP))
+            expected = logarithm(run, position)
+            expected += sum(each * (new - old) for each, new, old in zip(response, following, position, strict=True))
+            surprise = log(run.seconds) - expected
+            spread = [sum(row[axis] * response[axis] for axis in range(count)) for row in covariance]
+            variance = sum(each * other for each, other in zip(response, spread, strict=True)) + LAYOUT**2
+            following = [old + each * surprise / variance for old, each in zip(following, spread, strict=True)]
+            covariance = [
+                [covariance[i][j] - spread[i] * spread[j] / variance for j in range(count)] for i in range(count)
+            ]
+        moved = max(abs(new - old) for new, old in zip(following, position, strict=True))
+        position = following
+        if moved < 1e-6:
+            break
+    shift = Shift()
+    for direction, size in zip(directions, position, strict=True):
+        shift = shift.plus(direction.times(size))
+    left = []
+    for column in _root(covariance):
+        doubt = Shift()
+        for direction, size in zip(directions, column, strict=True):
+            doubt = doubt.plus(direction.times(size))
+        left.append(doubt)
+    return Calibrated(shift, tuple(left))
+
+
+def _identity(count: int) -> list[list[float]]:
+    return [[1.0 if row == column else 0.0 for column in range(count)] for row in range(count)]
+
+
+def _root(covariance: Sequence[Sequence[float]]) -> list[list[float]]:
+    """The columns of Cholesky's root."""
+    count = len(covariance)
+    root = [[0.0] * count for _ in range(count)]
+    for row in range(count):
+        for column in range(row + 1):
+            rest = covariance[row][column] - sum(root[row][k] * root[column][k] for k in range(column))
+            if row == column:
+                root[row][row] = sqrt(max(rest, 1e-12))
+            else:
+                root[row][column] = rest / root[column][column]
+    return [[root[row][column] for row in range(count)] for column in range(count)]
