@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from t5bench.record.ledger import DATA, Answer, look_up
+from t5bench.record.ledger import OF_LAUNCHERS, Answer, look_up
 
 
 def ledger_strategy(config: Mapping[str, Any], pipeline_stages: int) -> tuple[str, bool]:
@@ -25,7 +25,7 @@ def ask_ledger(
     micro_batches: int,
     pipeline_stages: int = 1,
     resumes: bool = False,
-    path: Path = DATA,
+    path: Path = OF_LAUNCHERS,
 ) -> Answer:
     """What the ledger says of a run with this DeepSpeed JSON, in the words of a launcher."""
     strategy, offload = ledger_strategy(config, pipeline_stages)

@@ -1,4 +1,8 @@
-"""What the ledger says of a release of DeepSpeed. ``python -m t5bench ledger`` writes it."""
+"""What the ledger says of a release of DeepSpeed. ``python -m t5bench ledger`` writes it.
+
+A launcher reads releases.json, which is in this folder: what it needs of docs/generated/ledger.json, in a seventh of
+the bytes. So a node to which docs/ was not copied knows the wrong releases, too.
+"""
 
 import json
 import re
@@ -8,8 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from t5bench import REPOSITORY
+from t5bench.record.files import write_whole
 
 DATA = REPOSITORY / "docs" / "generated" / "ledger.json"
+OF_LAUNCHERS = Path(__file__).with_name("releases.json")
+_OF_A_CELL = ("release", "strategy", "mode", "verdict", "torch")
 RIGHT = "right"
 WRONG = "wrong"
 UNKNOWN = "not measured"
@@ -39,6 +46,55 @@ def is_of_launchers(mode: Mapping[str, Any]) -> bool:
     return mode["clipping"] and not mode["config"]
 
 
+def shorten(ledger: Mapping[str, Any]) -> dict[str, Any]:
+    """What launchers need of a ledger: their modes, which releases are right in each, and what is wrong with others."""
+    modes = {mode["name"]: mode for mode in ledger["modes"] if is_of_launchers(mode)}
+    right: dict[str, set[str]] = {}
+    faults = []
+    for cell in ledger["cells"]:
+        if cell["mode"] not in modes:
+            continue
+        if cell["verdict"] != RIGHT:
+            faults.append([*(cell[name] for name in _OF_A_CELL), _describe(cell)])
+        elif cell["release"]:
+            right.setdefault(f"{cell['strategy']}, {cell['mode']}", set()).add(cell["release"])
+        else:
+            right.setdefault(f"{cell['strategy']}, {cell['mode']}, torch", set()).add(cell["torch"])
+    options = ("name", "precision", "micro_batches", "clipping", "offload", "resumes", "config")
+    return {
+        "modes": [{option: mode[option] for option in options} for mode in modes.values()],
+        "right": {group: " ".join(sorted(releases)) for group, releases in sorted(right.items())},
+        "faults": faults,
+    }
+
+
+def write_shortened(ledger: Mapping[str, Any]) -> None:
+    """Writes what launchers read, one fault a line. Raises OSError."""
+    parts = shorten(ledger)
+    lines = [f'"{name}": [\n{_rows(parts[name])}\n]' for name in ("modes", "faults")]
+    lines.insert(1, f'"right": {json.dumps(parts["right"], indent=0)}')
+    write_whole(OF_LAUNCHERS, "{\n" + ",\n".join(lines) + "\n}\n")
+
+
+def _rows(values: Sequence[Any]) -> str:
+    return ",\n".join(map(json.dumps, values))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """A whole or a shortened ledger, with its cells as the whole one has them. Raises OSError and ValueError."""
+    ledger = json.loads(path.read_text())
+    if "cells" in ledger:
+        return ledger
+    cells = [dict(zip((*_OF_A_CELL, "said"), fault, strict=True)) for fault in ledger["faults"]]
+    for group, releases in ledger["right"].items():
+        strategy, mode, *of_torch = group.split(", ")
+        for release in releases.split():
+            deepspeed = "" if of_torch else release
+            torch = release if of_torch else ""
+            cells.append(dict(zip(_OF_A_CELL, (deepspeed, strategy, mode, RIGHT, torch), strict=True)))
+    return {**ledger, "cells": cells}
+
+
 def look_up(
     release: str,
     strategy: str,
@@ -47,7 +103,7 @@ def look_up(
     micro_batches: int,
     offload: bool = False,
     resumes: bool = False,
-    path: Path = DATA,
+    path: Path = OF_LAUNCHERS,
 ) -> Answer:
     """The worst verdict of the modes that a run of a launcher is in.
 
@@ -56,7 +112,7 @@ def look_up(
     zero3_offload. A release that was not measured, between two in which a mode is wrong, counts as wrong.
     """
     try:
-        ledger = json.loads(path.read_text())
+        ledger = _read(path)
     except OSError as error:
         return Answer(UNKNOWN, f"the ledger cannot be read: {error}")
     try:
@@ -89,13 +145,15 @@ def look_up(
     return _between(cells, version, release)
 
 
-def look_up_torch(release: str, strategy: str, *, precision: str, resumes: bool = False, path: Path = DATA) -> Answer:
+def look_up_torch(
+    release: str, strategy: str, *, precision: str, resumes: bool = False, path: Path = OF_LAUNCHERS
+) -> Answer:
     """The worst verdict on a strategy that needs no DeepSpeed under this release of PyTorch.
 
     What was not measured is not spoken of: most releases are right.
     """
     try:
-        ledger = json.loads(path.read_text())
+        ledger = _read(path)
         version = version_of(release)
     except (OSError, ValueError):
         return Answer(UNKNOWN)
@@ -135,6 +193,8 @@ def _between(cells: Sequence[Mapping[str, Any]], version: tuple[int, ...], relea
 
 
 def _describe(cell: Mapping[str, Any]) -> str:
+    if "said" in cell:
+        return str(cell["said"])
     if cell["verdict"] != WRONG:
         return f"{cell['verdict']} there with torch {cell['torch']}: {cell['sentence']}"
     size = f"by up to {cell['times']:,.0f} times the bound" if cell["times"] else "by something that is not a number"

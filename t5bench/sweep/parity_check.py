@@ -67,12 +67,8 @@ def run(args: argparse.Namespace) -> int:
     has_dropout = float(os.environ["DROPOUT"]) > 0
     is_fp32 = not os.environ.get("PRECISION_FLAG")
     # In bf16 a run is also judged by its own numbers, because its curves may differ by more than small mistakes.
-    untraceable = what_cannot_be_traced()
-    if args.locate and untraceable:
-        raise Problem(f"--locate reads traces, and a run with {untraceable} cannot have one", "Leave one of them out")
-    is_traced = args.engine == NATIVE and not has_dropout and (args.locate or not is_fp32) and not untraceable
-    if untraceable and not is_fp32:
-        note(f"a run with {untraceable} cannot be traced: runs are judged by their curves alone")
+    is_traced = args.engine == NATIVE and not has_dropout and (args.locate or not is_fp32)
+    is_traced = is_traced and can_be_traced(needed=args.locate)
     train(args.engine, strategies, args.runs_dir, further=TRACE if is_traced else ())
     # A strategy that could not run has no run directory, and therefore fails.
     runs = [args.runs_dir / args.engine / name for name in strategies]
@@ -95,6 +91,16 @@ def run(args: argparse.Namespace) -> int:
         options.append("--locate")
     note(f"run directories: {args.runs_dir}")
     return t5bench("parity", *runs, *options)
+
+
+def can_be_traced(*, needed: bool) -> bool:
+    """Whether these settings allow a trace. Raises Problem if not, where one is needed."""
+    setting = what_cannot_be_traced()
+    if setting and needed:
+        raise Problem(f"--locate reads traces, and a run with {setting} cannot have one", "Leave one of them out")
+    if setting:
+        note(f"a run with {setting} cannot be traced: runs are judged by their curves alone")
+    return not setting
 
 
 def what_cannot_be_traced() -> str:

@@ -25,6 +25,7 @@ from t5bench import REPOSITORY, Problem, note, raise_on_signals
 from t5bench.compare.traces import first_difference
 from t5bench.plan.launchers import accepted, declared
 from t5bench.plan.ports import free_port
+from t5bench.record.ledger import DATA, write_shortened
 from t5bench.record.log import iterations
 from t5bench.record.plan import Plan
 from t5bench.sweep.launch import Launch, PlannedRun
@@ -493,6 +494,8 @@ def run(args: argparse.Namespace) -> int:
     page = args.page or output
     cells = list((kept | measured).values())
     tables.write(page, cells)
+    if page.resolve() == DATA.parent:
+        write_shortened(json.loads(DATA.read_text()))
     note(f"the table: {page / 'ledger.md'}; also as .html, .svg and .json")
     print(tables.summary(cells))
     return 1 if failed else 0

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from importlib.util import find_spec
+from itertools import product
 from math import nan
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from support import REPO_ROOT
 from t5bench import Problem
 from t5bench.__main__ import main
 from t5bench.plan.releases import ask_ledger
-from t5bench.record.ledger import DATA, UNKNOWN, look_up, look_up_torch
+from t5bench.record.ledger import DATA, OF_LAUNCHERS, UNKNOWN, look_up, look_up_torch, shorten
 from t5bench.tools.ledger import command, tables
 from t5bench.tools.ledger.changes import CHANGES
 from t5bench.tools.ledger.judge import DOES_NOT_RUN, RIGHT, WRONG, Curves, Verdict, judge, why
@@ -179,6 +180,22 @@ def test_the_committed_ledger_has_the_pinned_release_without_a_fault_that_a_laun
         for precision in ("fp32", "bf16"):
             answer = look_up(release, strategy, precision=precision, micro_batches=8)
             assert answer.verdict in (RIGHT, UNKNOWN) and not answer.said
+
+
+def test_launchers_read_a_short_file_that_says_what_the_ledger_says():
+    ledger = json.loads(DATA.read_text())
+    remedy = "write it again: t5bench ledger --page docs/generated"
+    assert json.loads(OF_LAUNCHERS.read_text()) == shorten(ledger), remedy
+    assert OF_LAUNCHERS.stat().st_size < DATA.stat().st_size / 7
+    releases = {cell["release"] for cell in ledger["cells"] if cell["release"]} | {"0.1", "0.18.1", "0.99"}
+    for release, strategy in product(releases, {cell["strategy"] for cell in ledger["cells"] if cell["release"]}):
+        for precision, micro_batches, resumes in product(("fp32", "bf16"), (1, 8), (False, True)):
+            run = {"precision": precision, "micro_batches": micro_batches, "resumes": resumes}
+            assert look_up(release, strategy, **run) == look_up(release, strategy, **run, path=DATA)
+    of_torch = {(cell["torch"], cell["strategy"]) for cell in ledger["cells"] if not cell["release"]}
+    for torch, strategy in of_torch:
+        short = look_up_torch(torch, strategy, precision="fp32")
+        assert short == look_up_torch(torch, strategy, precision="fp32", path=DATA)
 
 
 def run_ledger(
