@@ -18,6 +18,8 @@ ROOMS = {
 }
 TOOLS = {room for room in ROOMS if room.startswith("tools/")}
 GROUND = {"costmodel", "costmodel/evidence"}
+# Rooms that choose values of settings for the runs that they start.
+CHOOSE_VALUES = {"sweep", "tools/acceptance", "tools/ledger", "tools/nodes", "tools/predict", "tools/search"}
 
 
 def modules() -> list[Path]:
@@ -105,15 +107,8 @@ def test_a_module_keeps_the_rules_of_the_house(path: Path):
         return  # the tables themselves
     for node in ast.walk(tree):
         items = getattr(node, "elts", [])
-        # What a setting means for a comparison, a parity check or a resumed run is its role's to say. These rooms
-        # choose values for the runs that they start.
-        if isinstance(node, ast.Dict) and room not in (
-            "sweep",
-            "tools/nodes",
-            "tools/acceptance",
-            "tools/predict",
-            "tools/ledger",
-        ):
+        # What a setting means for a comparison, a parity check or a resumed run is its role's to say.
+        if isinstance(node, ast.Dict) and room not in CHOOSE_VALUES:
             items = node.keys
         named = [item.value for item in items if isinstance(item, ast.Constant) and item.value in settings]
         assert len(named) <= MOST_SETTINGS_IN_A_LIST, named
