@@ -2,7 +2,6 @@
 environment and SLURM."""
 
 import re
-import shutil
 import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -202,8 +201,6 @@ def _lacks(draft: Draft) -> Iterator[Fault]:
     if not find_spec("torch"):
         remedy = "Activate the environment that has it, or set PYTHON to that environment's interpreter"
         yield "no-torch", f"torch is not installed for {sys.executable}", remedy
-    if not shutil.which("setsid", path=draft.environ.get("PATH")):
-        yield "no-setsid", "setsid is not on PATH", "Install util-linux"
 
 
 def check_interfaces(draft: Draft, device: str) -> None:

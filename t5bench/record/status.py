@@ -190,6 +190,12 @@ OF_PROGRAMS = (
          "the master ({1}) could not be reached within {0} ms", "Start rank 0 there, or compare ports and firewalls"),
     Rule(r"wait timeout after (\d+)ms, keys: \S*role_info/(\d+)", TIMEOUT,
          "a rank is missing: two nodes have the same rank, or a different NNODES", "Give each node its own rank"),
+    Rule(r"wait timeout after (\d+)ms, keys: \S*assigned_ranks/", TIMEOUT,
+         "not all nodes of the run joined within {0} ms", "See the output of node 0, which knows who is missing",
+         Strength.WAITED),
+    # Another node's torchrun, which keeps the store, gave up or ended; its own cause says why.
+    Rule(r"DistNetworkError: .*(?:Failed to recv|[Cc]onnection was likely closed)", NETWORK,
+         "the connection to node 0's torchrun was lost", _LOOK_AT_OTHERS, Strength.VICTIM),
     # torchrun's report lists these signals also for the workers that it ended itself after another had failed.
     Rule(r"failed \(exitcode: -9\)", CRASHED, KILLED,
          "The kernel does it when memory runs out (see dmesg), else SLURM or a user"),

@@ -228,5 +228,5 @@ def test_a_launcher_that_ends_while_it_waits_for_another_leaves_no_process(proje
         wait_for(lambda: other.connect_ex(("127.0.0.1", peer_port(port))) == 0)
     (os.killpg if number == signal.SIGINT else os.kill)(launcher.pid, number)
     assert "Traceback" not in launcher.communicate(timeout=10)[1]
-    assert launcher.returncode == 128 + number
+    assert launcher.returncode == -number
     wait_for(lambda: processes_with(f"STUB_DIR={project.stubs}") == [], 10)

@@ -1,6 +1,7 @@
 """Nodes that share neither a home directory nor a secret compare their plans before they train, with real torchruns."""
 
 import json
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -27,15 +28,21 @@ def start(project: Project, node: int, directory: Path, **settings: str) -> subp
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("setting", ["LR", ""])
-def test_nodes_without_a_common_home(project: Project, tmp_path: Path, setting: str):
+@pytest.fixture
+def trainer(project: Project) -> Project:
+    """With the real torchrun and collectives, and a stub of an engine."""
     project.use_real_torch()
     shutil.copy(REPO_ROOT / "tests/tools/nodes/stub_trainer.py", project.engine / "pretrain_t5.py")
     project.record_engine()
+    return project
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("setting", ["LR", ""])
+def test_nodes_without_a_common_home(trainer: Project, tmp_path: Path, setting: str):
     port = str(free_port())
     other = {setting: "0.5"} if setting else {}
-    launchers = [start(project, node, tmp_path, MASTER_PORT=port, **(other if node else {})) for node in (0, 1)]
+    launchers = [start(trainer, node, tmp_path, MASTER_PORT=port, **(other if node else {})) for node in (0, 1)]
     said = [launcher.communicate(timeout=120)[0] for launcher in launchers]
     for launcher, text in zip(launchers, said, strict=True):
         assert launcher.returncode == (2 if setting else 0), said
@@ -43,6 +50,23 @@ def test_nodes_without_a_common_home(project: Project, tmp_path: Path, setting: 
         if setting:
             assert "configuration: " in text and "LR is '0.5' on node 1 (" in text and "and '0.0001' on node 0" in text
             assert "Start every node with the same launcher" in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("secret", ["of all", None])
+def test_the_third_of_three_nodes_never_comes(trainer: Project, tmp_path: Path, secret: str | None):
+    """The second hears from the first why torchrun ended, or says what it lost."""
+    three = {"HOSTS": "127.0.0.1 127.0.0.2 127.0.0.3", "NNODES": "3", "GLOBAL_BATCH_SIZE": "6"}
+    three |= {"MASTER_PORT": str(free_port()), "RENDEZVOUS_TIMEOUT": "8"}
+    launchers = [start(trainer, node, tmp_path, T5_RUN_SECRET=secret, **three) for node in (0, 1)]
+    said = [launcher.communicate(timeout=150)[0] for launcher in launchers]
+    assert "timeout: " in said[0] and "only 2 of 3 nodes joined" in said[0]
+    if secret:
+        assert "timeout: node 0 (" in said[1] and "only 2 of 3 nodes joined" in said[1], said[1]
+    else:
+        lost = "network: node 1 (.*): the connection to node 0's torchrun was lost"
+        late = "timeout: node 1 (.*): not all nodes of the run joined within 8000 ms"
+        assert re.search(f"{lost}|{late}", said[1]), said[1]
 
 
 class Store(dict):

@@ -45,7 +45,7 @@ def add_to_torchrun(project: Project, lines: str) -> None:
 @pytest.fixture
 def sweep(project: Project) -> Project:
     """A project whose torchrun can be told by a file which strategies fail, and whose comparison is a stub."""
-    for name in ("command.py", "wandb_report.py"):
+    for name in ("compare.py", "wandb_report.py"):
         (project.root / "t5bench" / "report" / name).write_text(COMMAND_STUB)
     add_to_torchrun(
         project,
