@@ -131,12 +131,21 @@ slurm_hosts() {
 # resolve_nodes [MASTER] [RANK]: sets HOSTS, NNODES, MASTER_ADDR and NODE_RANK, each from the argument, else the
 # environment, else SLURM. The plan finds this host's rank among HOSTS where none is given, and says what is wrong.
 resolve_nodes() {
-  local hosts=()
+  local hosts=() given_rank=${NODE_RANK:-}
   MASTER_ADDR=${1:-${MASTER_ADDR:-}} NODE_RANK=${2:-${NODE_RANK:-${SLURM_NODEID:-}}}
   read -r -d '' -a hosts <<<"${HOSTS:-$(slurm_hosts)}" || true
   if [[ -n $MASTER_ADDR && -z ${NNODES:-}${hosts[*]}${SLURM_JOB_NUM_NODES:-} && ! ${MASTER_ADDR,,} =~ ^(localhost\.?|127\..*|::1)$ ]]; then
     NNODES=2
     note "Neither HOSTS nor NNODES gives the number of nodes: assuming 2, with $MASTER_ADDR as the master."
+  fi
+  if [[ -n ${SLURM_NODEID:-} && -z ${1:-}${2:-}${HOSTS:-}${given_rank} ]]; then
+    if ((${SLURM_LOCALID:-0} > 0)); then
+      note "Task $SLURM_LOCALID of this node has nothing to do: one launcher starts all processes of its node (srun --ntasks-per-node=1)."
+      exit 0
+    fi
+    [[ -n ${SLURM_STEP_ID:-} || ${SLURM_JOB_NUM_NODES:-1} == 1 || -n ${NNODES:-} ]] ||
+      die "this job has $SLURM_JOB_NUM_NODES nodes, but only one of them runs this script: srun did not start it" \
+        "Run: srun --ntasks-per-node=1 bash $0, or sbatch scripts/slurm/run_strategy.sbatch"
   fi
   if [[ ${SLURM_STEP_NUM_NODES:-} == 1 && -z ${1:-}${HOSTS:-}${NNODES:-} ]] && ((${#hosts[@]} > 1)); then
     note "srun runs this on one of the job's ${#hosts[@]} nodes: start it on the others too, or on one node with HOSTS=$(</proc/sys/kernel/hostname)."

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from t5bench import EXIT_CONFIGURATION, Problem, note
 from t5bench.plan import claim, place
-from t5bench.plan.interpreter import path_of_programs
+from t5bench.plan.interpreter import needs_link, path_of_programs, plain_link
 from t5bench.plan.launchers import declaration
 from t5bench.plan.planner import plan
 from t5bench.plan.scripts import SCRIPTS, script_defaults, script_values
@@ -103,7 +103,26 @@ def choose_checkpoint(planned: Plan, *, agree: bool) -> Plan:
         return stopped(planned, Problem(str(error), getattr(error, "remedy", ""), "resume", fatal=False))
     doing = "evaluating" if evaluates else "resuming from"
     told = f"{doing} the checkpoint of iteration {iteration}"
+    if not iteration and not evaluates:
+        told = f"RESUME=1: there is no checkpoint in {planned.output_dir} yet, so this run begins with iteration 1"
     return replace(planned, resume_from=iteration, notes=[*planned.notes, told])
+
+
+def with_plain_path(planned: Plan) -> Plan:
+    """The plan with a Python whose path compilers can read: PyTorch and DeepSpeed quote none of their paths."""
+    if not needs_link() or not Path(planned.python).is_relative_to(sys.prefix):
+        return planned
+    try:
+        link = plain_link()
+    except OSError as error:
+        found = f"nothing can be compiled with the environment {sys.prefix}, because of its path: {error}"
+        remedy = "Create it where the path has only letters without accents, digits and .-_"
+        return stopped(planned, Problem(found, remedy, "path-of-python", fatal=False))
+    path = f"{link}/bin:{planned.environment.get('PATH') or os.environ.get('PATH', os.defpath)}"
+    told = f"Python is started through {link}: compilers could not read the path of {sys.prefix}"
+    python = str(link / Path(planned.python).relative_to(sys.prefix))
+    environment = {**planned.environment, "PATH": path}
+    return replace(planned, python=python, environment=environment, notes=[*planned.notes, told])
 
 
 def with_toolkit(planned: Plan) -> Plan:
@@ -154,6 +173,8 @@ def headline(planned: Plan) -> str:
 def launch(planned: Plan, launcher: int) -> int:
     """Prepares the run and answers with the file of its command."""
     if not planned.obstacles:
+        planned = with_plain_path(planned)
+    if not planned.obstacles:
         planned = begin(with_toolkit(planned), launcher)
     if planned.layout:
         planned = with_forecast(planned, is_dry_run=False)
@@ -165,6 +186,8 @@ def launch(planned: Plan, launcher: int) -> int:
 
 
 def dry_run(planned: Plan, *, as_json: bool) -> int:
+    if planned.layout:
+        planned = with_plain_path(planned)
     is_readable = "output-directory" not in [obstacle.code for obstacle in planned.obstacles]
     if planned.layout and is_readable:
         planned = with_forecast(choose_checkpoint(with_toolkit(planned), agree=False), is_dry_run=True)

@@ -27,6 +27,8 @@ from t5bench.record.files import write_whole
 TOUCH_SECONDS = 10.0
 # A holder on another host counts as gone if it has not touched its claim for this long, by the file server's clock.
 SILENT_SECONDS = 120.0
+# So long if another node's part of the run has ended since, and with it the run.
+SILENT_AFTER_END_SECONDS = 30.0
 RUN = "run"
 MASTER = "the master"
 
@@ -216,9 +218,22 @@ def _is_live(path: Path, now: float) -> bool:
     if holder and holder.has_ended:
         return False
     try:
-        return now - path.stat().st_mtime < SILENT_SECONDS
+        touched = path.stat().st_mtime
+        patience = SILENT_AFTER_END_SECONDS if _others_ended_after(path, touched) else SILENT_SECONDS
+        return now - touched < patience
     except OSError:  # a broken link, or removed meanwhile
         return False
+
+
+def _others_ended_after(path: Path, touched: float) -> bool:
+    """Whether another node's claim says that its part has ended, later than this claim was last touched."""
+    if not path.name.startswith(("node", f"{RUN}.")):
+        return False
+    for other in path.parent.glob("node*.claim.*"):
+        holder = _read(other) if other != path and other.stat().st_mtime > touched else None
+        if holder and holder.has_ended:
+            return True
+    return False
 
 
 def _boot() -> str:

@@ -47,6 +47,7 @@ BEGIN_OR_END = {"--finetune", "--load", "--exit-interval", "--exit-duration-in-m
 def checkpoint(plan: Plan, *, agree: bool) -> int:
     """The iteration of the checkpoint that a planned run resumes from or evaluates. Raises Problem.
 
+    0 if no node has one yet: every job that is queued again sets RESUME=1, also one that died before its first.
     Without `agree` it looks only at this node and changes nothing; with several nodes the answer may be 0. With `agree`
     all nodes take the same checkpoint, and the engines' pointers, the directory and metrics.jsonl are prepared for it.
     Each skipped checkpoint is named on stderr.
@@ -54,10 +55,12 @@ def checkpoint(plan: Plan, *, agree: bool) -> int:
     assert plan.layout
     checkpoints = Checkpoints(plan)
     is_evaluated = plan.value("EVAL_ONLY") == "1"
-    if plan.layout.nnodes == 1 and not checkpoints.iterations():
-        asked = "EVAL_ONLY" if is_evaluated else "RESUME"
-        raise Problem(f"{asked}=1 but there is no checkpoint in {checkpoints.directory}", HOW_TO_SAVE)
-    wrong = list(misfits(plan))
+    has_any = bool(checkpoints.iterations())
+    if not has_any:
+        _begin_anew(plan, checkpoints.directory, agree=agree)
+        if plan.layout.nnodes == 1:
+            return 0
+    wrong = list(misfits(plan)) if has_any else []
     if wrong:
         remedy = "Resume with its original settings, or start a new run in another OUTPUT_DIR"
         if any(each.name in (STRATEGY, LAYOUT) for each in wrong):
@@ -77,6 +80,10 @@ def checkpoint(plan: Plan, *, agree: bool) -> int:
     iteration = agreed(place, own, partial(look, checkpoints), plan.decimal("RENDEZVOUS_TIMEOUT"))
     if own.iteration > iteration:
         _passed_over(own.iteration, f"it is not intact on every node, but that of iteration {iteration} is")
+    if not iteration and is_evaluated:
+        raise Problem(f"EVAL_ONLY=1 but no node has a checkpoint in {checkpoints.directory}", HOW_TO_SAVE)
+    if not iteration:
+        return 0
     try:
         checkpoints.point_to(iteration)
         if plan.node == plan.layout.nnodes - 1 and not is_evaluated:  # it has the last rank, which logs
@@ -84,6 +91,23 @@ def checkpoint(plan: Plan, *, agree: bool) -> int:
     except OSError as error:
         raise Problem(f"{plan.output_dir} cannot be prepared for resuming: {error}") from error
     return iteration
+
+
+def _begin_anew(plan: Plan, directory: Path, *, agree: bool) -> None:
+    """Checks that a run without a checkpoint here may begin, and sets aside what an attempt before it logged.
+
+    directory: of the checkpoints. Raises Problem for an evaluation, and for a run that is complete.
+    """
+    assert plan.layout
+    if plan.value("EVAL_ONLY") == "1" and plan.layout.nnodes == 1:
+        raise Problem(f"EVAL_ONLY=1 but there is no checkpoint in {directory}", HOW_TO_SAVE)
+    for status in Path(plan.output_dir).glob("node*.status"):
+        if status.read_bytes().startswith(b"complete"):
+            found = f"the run in {plan.output_dir} is complete, and it saved no checkpoint to resume from"
+            raise Problem(found, HOW_TO_SAVE)
+    metrics = Path(plan.output_dir, "metrics.jsonl")
+    if agree and plan.value("EVAL_ONLY") != "1" and metrics.exists():
+        mark_resume(metrics, 0)
 
 
 def how_to_reshape(plan: Plan) -> str:
@@ -305,7 +329,8 @@ def agreed(place: Place, own: View, look_again: Callable[[int], View], seconds: 
         # The port is free for the recorder when the others close first.
         while place.node == 0 and others.connections and time.monotonic() < deadline:
             time.sleep(0.02)
-    _refuse_without(table)
+    if any(view.iteration or view.fault for view in table.values()):
+        _refuse_without(table)
     return own.iteration
 
 

@@ -164,9 +164,21 @@ def _mistakes(draft: Draft) -> Iterator[Fault]:
         remedy = f"Ranks run from 0 to {nodes - 1}; NNODES or HOSTS set the number of nodes"
         yield "node-rank", f"the node rank is {rank} but there are {nodes} nodes", remedy
     first = hosts[0] if hosts and nodes > 1 else master
-    if not same_host(master, first):
+    if not same_host(master, first) and not _may_be_another_address(master, hosts, is_first=rank == "0"):
         remedy = f"Rank 0 runs on the master: name {first} as the master, or put {master} first in HOSTS"
         yield "master-is-not-first", f"the master host is {master} but HOSTS begins with {first}", remedy
+
+
+def _may_be_another_address(master: str, hosts: Sequence[str], *, is_first: bool) -> bool:
+    """Whether a master that is not the first of the hosts by name may be that host in another network.
+
+    The first node knows its addresses; the others, that it is none of themselves.
+    """
+    if any(same_host(master, host) for host in hosts[1:]):
+        return False
+    if is_first:
+        return is_this_host(master) and is_this_host(hosts[0])
+    return bool(addresses_of(master)) and not is_this_host(master)
 
 
 def _lacks(draft: Draft) -> Iterator[Fault]:

@@ -60,6 +60,8 @@ ROLES: Mapping[str, Role] = {
 # Settings besides the trained ones that say when all processes do something together.
 TOGETHER = ("RESUME", "EVAL_ONLY", "EVAL_ITERS", "EVAL_INTERVAL", "SAVE_INTERVAL")
 
+WHY_NO_SEED_0 = "Megatron-DeepSpeed takes no seed 0, and a comparison has the same seed in every engine: use SEED=1"
+
 # ---- kinds of values -------------------------------------------------------------------------------------------------
 
 Fault: TypeAlias = tuple[str, str]  # what is wrong, and what to do about it
@@ -118,13 +120,15 @@ class Whole(Kind):
 
     least: int = 0
     most: int = MOST_WHOLE
+    why: str = ""
+    """Why no number is smaller, in one clause."""
 
     def fault_when_empty(self, name: str) -> Fault | None:
         return self.fault_of_text(name, "")
 
     def fault_of_text(self, name: str, value: str) -> Fault | None:
         if not re.fullmatch("0|[1-9][0-9]*", value) or float(value) < self.least:
-            return f"{name} must be a whole number of at least {self.least}, found '{value}'", ""
+            return f"{name} must be a whole number of at least {self.least}, found '{value}'", self.why
         if float(value) > self.most:
             return f"{name} must be at most {self.most}, found {value}", ""
         return None
@@ -313,7 +317,7 @@ TABLE: Sequence[Declaration] = (
     Declaration("LR_WARMUP_ITERS", Whole(0), "recipe", "--lr-warmup-iters", "0", "Iterations of linear warm-up"),
     Declaration("WEIGHT_DECAY", Decimal(), "recipe", "--weight-decay", "0.01", "AdamW weight decay"),
     Declaration("CLIP_GRAD", Decimal(), "recipe", "--clip-grad", "1.0", "Gradient-norm clipping"),
-    Declaration("SEED", Whole(1), "recipe", "--seed", "1234", "Seed of weights, data order and dropout"),
+    Declaration("SEED", Whole(1, why=WHY_NO_SEED_0), "recipe", "--seed", "1234", "Seed of weights, data order and dropout"),
     Declaration("LOG_INTERVAL", Whole(1), "recipe", "--log-interval", "20", "Iterations between log lines; each shows the mean loss since the previous one"),
 
     Declaration("EVAL_ONLY", _ON_OFF, "watch", "", "0", "1 only evaluates the newest intact checkpoint in OUTPUT_DIR; the record goes to OUTPUT_DIR/evaluation"),

@@ -10,6 +10,7 @@ import errno
 import re
 import signal
 import time
+import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
@@ -122,15 +123,24 @@ class Rule(NamedTuple):
 LONGEST_REASON = 300
 KILLED = "a process was killed (SIGKILL)"
 SPACE_REMEDY = "Free space and inodes there (df -h, df -i), or choose another OUTPUT_DIR"
+SHARED_MEMORY_REMEDY = (
+    "Free space there (ls -l /dev/shm). A container has 64 MiB unless it is started with more:"
+    " docker run --shm-size=16g, or --ipc=host"
+)
+_EITHER_REMEDY = f"{SPACE_REMEDY}. In a container /dev/shm may be too small: docker run --shm-size=16g"
 PROCESSES_REMEDY = (
     "Stop other processes there, or raise the limit: ulimit -u, or pids.max of the container's or SLURM job's cgroup"
 )
 _SHARD_MORE = "Lower MICRO_BATCH_SIZE, or use a strategy that shards more (zero2, zero3, zero3_offload, tensor)"
 _MORE_MEMORY = "Use a node with more memory, or a smaller model"
+_NAME_THE_NETWORK = (
+    "If a node's own name leads to a network that the others do not reach, name the interface of the one that they do:"
+    " GLOO_SOCKET_IFNAME, and for GPUs NCCL_SOCKET_IFNAME"
+)
 _LOOK_AT_OTHERS = "Check the other nodes' logs for an earlier failure, and the network between them"
 _OPEN_PORTS = (
-    "Open all ports between the run's nodes, not only MASTER_PORT, and compare GLOO_SOCKET_IFNAME and"
-    " NCCL_SOCKET_IFNAME on them: Gloo and NCCL connect the workers on ports that the kernel chooses"
+    "Open all ports between the run's nodes, not only MASTER_PORT: Gloo and NCCL connect the workers on ports that the"
+    f" kernel chooses. {_NAME_THE_NETWORK}"
 )
 _NO_THREAD = "the limit on processes or threads is reached here: {0}"
 _NAME_INTERFACE = "Unset it, or name one that 'ip -brief address' lists on this node with an address"
@@ -152,13 +162,16 @@ OF_LIBRARIES = (
          CRASHED, _NO_THREAD, PROCESSES_REMEDY),
     Rule(r"PytorchStreamWriter failed|unexpected pos \d+ vs \d+", CRASHED,
          "a checkpoint could not be written", SPACE_REMEDY),
+    Rule(r"unable to (?:write to file|allocate shared memory|resize file|mmap \d+ bytes from file)"
+         r"|[Ee]rror while creating shared memory segment|shm_open.*No space left", CRASHED,
+         "/dev/shm is full, or too small", SHARED_MEMORY_REMEDY),
     Rule(r"[Tt]imed out waiting (?:for )?\d+ ?ms|Watchdog caught collective operation timeout|wait timeout after \d+ms",
          TIMEOUT, "a collective operation timed out: another process stopped, or the network is down",
          _LOOK_AT_OTHERS, Strength.WAITED),
     Rule(r"connectFullMesh failed|[Tt]imed out (?:in )?connect|SO_ERROR|[Cc]onnect\w* timed ?out|connect.*Timeout",
          NETWORK, "a worker cannot connect to another node's worker", _OPEN_PORTS, Strength.WAITED),
     Rule(r"No route to host|Network is unreachable|Connection refused", NETWORK,
-         "another node cannot be reached", _LOOK_AT_OTHERS, Strength.WAITED),
+         "another node cannot be reached", f"{_LOOK_AT_OTHERS}. {_NAME_THE_NETWORK}", Strength.WAITED),
     Rule(r"Connection closed by peer|Connection reset by peer|[Bb]roken pipe|remote process exited|recvValue failed"
          r"|ncclRemoteError|ncclSystemError|unhandled system error", NETWORK,
          "the connection to another process was lost", _LOOK_AT_OTHERS, Strength.VICTIM),
@@ -172,7 +185,7 @@ OF_EXCEPTIONS = (
          "The kernel does it when memory runs out (see dmesg), else SLURM or a user"),
     Rule(r"DataLoader worker .* killed by signal: Bus error", CRASHED,
          "a data loader cannot read its memory: the data were cut short during the run, or /dev/shm is full",
-         "Copy or prepare the data again, or free space there (df -h /dev/shm)"),
+         f"Copy or prepare the data again if they were cut short. {SHARED_MEMORY_REMEDY}"),
 )  # fmt: skip
 
 # What torchrun and SLURM say.
@@ -222,7 +235,7 @@ def first_match(rules: Iterable[Rule], text: str) -> tuple[Rule, re.Match[str]] 
 # ---- exceptions ------------------------------------------------------------------------------------------------------
 
 _OF_ERRNO = {
-    errno.ENOSPC: (CRASHED, "a disk or /dev/shm is full", SPACE_REMEDY),
+    errno.ENOSPC: (CRASHED, "a disk or /dev/shm is full", _EITHER_REMEDY),
     errno.EDQUOT: (CRASHED, "a disk quota is used up", SPACE_REMEDY),
     errno.ENOMEM: (OUT_OF_MEMORY, "the host's memory is full", _MORE_MEMORY),
     errno.EMFILE: (CRASHED, "too many files are open in a worker", "Raise the limit: ulimit -n 65536"),
@@ -238,12 +251,20 @@ def name_of(error: BaseException) -> str:
 
 
 def message_of(error: BaseException) -> str:
-    """Its text in one line, without the advice that PyTorch adds below."""
+    """Its text in one line, without the advice that PyTorch adds below. Without a text, where it was raised."""
     try:
-        lines = str(error).strip().splitlines()
+        text = str(error).strip()
     except Exception:  # the exception's own code
         return "(no message: its __str__ fails)"
-    return lines[0].strip() if lines else ""
+    original = re.search(r"^Original error was: *(\S.*)$", text, re.MULTILINE)  # below NumPy's advice
+    if original:
+        return original[1].strip()
+    return text.splitlines()[0].strip() if text else _raised_in(error)
+
+
+def _raised_in(error: BaseException) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"raised in {frames[-1].name} ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
@@ -284,6 +305,8 @@ def _known(error: BaseException, moment: float, text: str, rank: int | None) -> 
     if isinstance(error, BlockingIOError):
         return cause(CRASHED, _NO_THREAD.format(message), PROCESSES_REMEDY)
     if isinstance(error, OSError):
+        if error.errno == errno.ENOSPC and str(error.filename).startswith("/dev/shm/"):
+            return cause(CRASHED, "/dev/shm is full, or too small", SHARED_MEMORY_REMEDY)
         # Not the rules of libraries: a connection of W&B or of the hub is none to another node.
         return cause(*_OF_ERRNO[error.errno]) if error.errno in _OF_ERRNO else None
     rules = OF_EXCEPTIONS if not isinstance(error, RuntimeError) else (*OF_EXCEPTIONS, *OF_LIBRARIES)
@@ -321,6 +344,7 @@ class CauseFinder:
         self.torchruns: Cause | None = None  # torchrun's own last exception
         self.spoke: set[int | None] = set()  # the ranks with a message that explains something
         self._root_cause_follows = False
+        self._message_follows = False  # below an exception's name, as NumPy's do
         self.reported_rank: int | None = None  # torchrun saw it fail first
         self.exits: dict[int, int] = {}  # what torchrun reports: the exit codes, by rank, of all but those with 0
         self.ended: set[str] = set()  # the processes that torchrun ended and has not reported
@@ -332,8 +356,14 @@ class CauseFinder:
         rank = int(prefix[1]) if prefix else None
         matched = first_match((*OF_PROGRAMS, *OF_LIBRARIES), line)
         if not matched:
-            match = re.search(OF_TORCHRUN.pattern, line)
+            match = re.search(OF_TORCHRUN.pattern, line.rstrip().removesuffix(":"))
+            if self._message_follows and self.torchruns and line.strip():
+                self.torchruns = replace(
+                    self.torchruns, reason=f"{self.torchruns.reason}: {line.strip()}"[:LONGEST_REASON]
+                )
+                self._message_follows = False
             if match:
+                self._message_follows = line.rstrip().endswith(":")
                 self.torchruns = OF_TORCHRUN.cause(match, now, line, None)
             return
         rule, match = matched

@@ -64,3 +64,24 @@ def test_how_long(tmp_path: Path, name: str):
             claim.take(tmp_path, "node0", os.getppid())
     else:
         claim.take(tmp_path, "node0", os.getppid())
+
+
+@pytest.mark.parametrize(("age", "is_held"), [(20, True), (60, False)])
+def test_a_node_without_power_holds_a_run_that_another_has_ended_for_half_a_minute(
+    tmp_path: Path, age: int, is_held: bool
+):
+    """The run may start again on other nodes."""
+    claim.take_for_run(tmp_path, 1, os.getpid(), {})
+    claim.take(tmp_path, "node0", os.getpid())
+    for name in ("node1", "run"):
+        path = tmp_path / f"{name}.claim.1"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"host": "elsewhere"}))
+        os.utime(path, times=(time.time() - age,) * 2)
+    claim.release(tmp_path, "node0", os.getpid())
+    ended = tmp_path / "node0.claim.1"
+    ended.write_text(json.dumps(json.loads(ended.read_text()) | {"host": "third"}))
+    if is_held:
+        with pytest.raises(Problem, match="already in progress"):
+            claim.check_run(tmp_path, {"seed": "2"})
+    else:
+        claim.check_run(tmp_path, {"seed": "2"})

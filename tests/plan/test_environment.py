@@ -1,13 +1,16 @@
 """The environment of a run: what the launcher passes on, removes and refuses."""
 
 import json
+import re
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from support import Project
+from support import REPO_ROOT, Project
 
 from t5bench.plan.environment import rule_for
+from t5bench.plan.interpreter import plain_link
 from t5bench.plan.ports import free_port
 
 # What a child of the launcher would read behind the plan's back.
@@ -191,3 +194,24 @@ def test_a_site_that_prints_when_python_starts(project: Project):
 
 def test_every_rule_has_an_example():
     assert rule_for("PET_ANYTHING") and rule_for("WANDB_RUN_ID") and not rule_for("NCCL_DEBUG")
+
+
+@pytest.mark.parametrize("name", ["my folder", "it's", "a$HOME", "Übung", "plain"])
+def test_an_environment_whose_path_compilers_cannot_read_is_started_through_a_link(tmp_path: Path, name: str):
+    """PyTorch gives -L<path> to the linker without quotes; Python in the link sees no other path."""
+    environment = tmp_path / name
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
+    program = "import sys; from t5bench.plan.interpreter import *; from pathlib import Path; print(needs_link())"
+    python = environment / "bin" / "python"
+    asked = subprocess.run([python, "-c", program], cwd=REPO_ROOT, capture_output=True, text=True, check=True)
+    assert asked.stdout.strip() == str(name != "plain")
+    link = plain_link(str(environment), tmp_path / "links")
+    assert plain_link(str(environment), tmp_path / "links") == link and re.fullmatch("python-[0-9a-f]{12}", link.name)
+    said = subprocess.run(
+        [link / "bin" / "python", "-c", "import sys; print(sys.prefix)"], capture_output=True, text=True
+    )
+    assert said.stdout.strip() == str(link)
+    link.unlink()
+    link.symlink_to("/")
+    with pytest.raises(FileExistsError):
+        plain_link(str(environment), tmp_path / "links")

@@ -102,8 +102,6 @@ def test_where_the_nodes_come_from(project: Project, strategy, arguments, enviro
         ([], {"GLOO_SOCKET_IFNAME": "^lo"}, "no-interface", "unset the variable"),
         (["0"], {}, "master-is-a-number", "host name, found '0'"),
         ([], {"NNODES": "2"}, "no-master", "no master host is known"),
-        ([], {"SLURM_JOB_NODELIST": "127.0.0.1,127.0.0.2", "SLURM_NODEID": "0", "SLURM_LOCALID": "1"},
-         "tasks-per-node", "--ntasks-per-node=1"),
         ([], {"SLURM_JOB_NODELIST": "node[0-1]"}, "host-name", "'node[0-1]' is not a host name"),
     ],
 )  # fmt: skip
@@ -111,6 +109,36 @@ def test_impossible_places(project: Project, arguments, environment, code, found
     project.add_stub("scontrol", "#!/bin/sh\nexit 1\n")
     (obstacle,) = planned(project, "ddp", *arguments, **environment)["obstacles"]
     assert obstacle["code"] == code and found in f"{obstacle['found']}. {obstacle['remedy']}"
+
+
+def test_one_task_of_a_node_launches_and_the_others_end_well(project: Project):
+    """srun with four tasks a node is the habit of jobs that start their processes themselves."""
+    job = {"SLURM_JOB_NODELIST": "127.0.0.1,127.0.0.2", "SLURM_NODEID": "0", "SLURM_STEP_ID": "0"}
+    other = project.launch("ddp", SLURM_LOCALID="1", **job)
+    assert other.returncode == 0 and "Task 1 of this node has nothing to do" in other.stderr and not other.stdout
+    assert planned(project, "ddp", SLURM_LOCALID="0", **job)["layout"]["nnodes"] == 2
+
+
+def test_a_batch_script_without_srun_is_refused_at_once(project: Project):
+    job = {"SLURM_JOB_NODELIST": "127.0.0.1,127.0.0.2", "SLURM_JOB_NUM_NODES": "2", "SLURM_NODEID": "0"}
+    alone = project.launch("ddp", **job)
+    assert alone.returncode == 2 and "only one of them runs this script" in alone.stderr
+    assert "srun --ntasks-per-node=1 bash" in alone.stderr
+    # Started by ssh on each node, with a master and a rank; and by srun.
+    for arguments, more in ((["127.0.0.1", "0"], {}), ([], {"SLURM_STEP_ID": "0"}), ([], {"SLURM_JOB_NUM_NODES": "1"})):
+        assert project.launch("ddp", *arguments, "--dry-run", **(job | more)).returncode == 0, more
+
+
+def test_a_master_may_be_named_by_another_of_its_addresses(project: Project):
+    """HOSTS by names and the master by its address in the fast network, for example."""
+    for master, rank, hosts in (
+        ("127.0.0.3", "0", f"{OWN_NAME} {ELSEWHERE}"),
+        ("192.0.2.77", "1", f"{ELSEWHERE} {OWN_NAME}"),
+    ):
+        obstacles = planned(project, "ddp", master, rank, HOSTS=hosts)["obstacles"]
+        assert "master-is-not-first" not in [each["code"] for each in obstacles], obstacles
+    (obstacle,) = planned(project, "ddp", ELSEWHERE, "0", HOSTS=f"{OWN_NAME} {ELSEWHERE}")["obstacles"]
+    assert obstacle["code"] == "master-is-not-first"
 
 
 def test_the_interfaces_of_nccl(project: Project):

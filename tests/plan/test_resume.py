@@ -105,7 +105,6 @@ def refusal(plan: Plan) -> str:
 
 def test_a_run_that_cannot_be_resumed_is_refused_and_unchanged(died: Callable[..., Plan]):
     found = Checkpoints(plan := died())
-    assert refusal(plan) == f"RESUME=1 but there is no checkpoint in {found.directory}"
     assert refusal(died(EVAL_ONLY="1")).startswith("EVAL_ONLY=1 but there is no checkpoint")
     died(10)
     other = " cannot be resumed with these settings: SEED is '5' here and was '1234'"
@@ -119,6 +118,19 @@ def test_a_run_that_cannot_be_resumed_is_refused_and_unchanged(died: Callable[..
     write_indexed_dataset(Path(plan.data_prefix), [[5, 6, 1], [4, 1]])
     assert ".bin is not the file on which the run was trained" in refusal(plan)
     assert sorted(path.name for path in found.directory.iterdir()) == ["iter_0000010", "iter_0000030"]
+
+
+def test_without_a_checkpoint_a_run_begins_but_a_complete_one_stays(died: Callable[..., Plan]):
+    """Every job that is queued again has RESUME=1, also one that died before it saved anything."""
+    plan = died()
+    metrics = Path(plan.output_dir, "metrics.jsonl")
+    assert checkpoint(plan, agree=False) == checkpoint(plan, agree=True) == 0
+    metrics.write_text("{}\n")
+    assert checkpoint(plan, agree=True) == 0
+    assert metrics.read_text() == '{}\n{"resumed_from": 0}\n'
+    Path(plan.output_dir, "node0.status").write_text("complete \n\n")
+    assert "is complete, and it saved no checkpoint" in refusal(plan)
+    assert agreement([], []) == [0, 0]
 
 
 def test_a_run_whose_end_was_not_recorded_continues_from_an_earlier_checkpoint(died: Callable[..., Plan]):
@@ -142,7 +154,7 @@ def agreement(*views: list[int], seconds: float = 20, second_run: str = "ddp") -
     def take_part(rank: int) -> None:
         def look(limit: int | None) -> View:
             newest = max((i for i in views[rank] if limit is None or i <= limit), default=0)
-            return View(newest, "something is missing", f"host{rank}")
+            return View(newest, "something is missing" if views[rank] else "", f"host{rank}")
 
         place = Place(rank, len(views), "127.0.0.1", port, second_run if rank else "ddp", b"secret")
         try:

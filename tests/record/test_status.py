@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 from typing import Any
 
 import pytest
@@ -68,6 +69,12 @@ SPACE = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes. Error code 12"),
          "out-of-memory", "tried to allocate 8 bytes"),
         (SPACE, "crashed", "a disk or /dev/shm is full"),
+        (OSError(errno.ENOSPC, "No space left on device", "/dev/shm/x"), "crashed", "/dev/shm is full, or too small"),
+        (RuntimeError("unable to write to file </torch_12_7>: No space left on device (28)"), "crashed", "/dev/shm is"),
+        (RuntimeError("Error while creating shared memory segment /dev/shm/nccl-a (size 9637888)"), "crashed",
+         "/dev/shm is full, or too small"),
+        (ImportError("\n\nIMPORTANT: READ THIS\n\nOriginal error was: libx.so: cannot open\n"), "crashed",
+         "ImportError: libx.so: cannot open"),
         (OSError(errno.EDQUOT, "quota"), "crashed", "a disk quota is used up"),
         (OSError(errno.EMFILE, "open"), "crashed", "too many files are open in a worker"),
         (OSError(errno.EROFS, "open"), "crashed", "a file system is read-only"),
@@ -100,6 +107,29 @@ def test_a_workers_exception(error: BaseException, status: str, reason: str):
     cause = cause_of_exception(error, 3)
     assert (cause.status, cause.rank) == (status, 3)
     assert reason in cause.reason
+
+
+def test_what_to_do_where_a_container_or_a_second_network_is_the_reason():
+    full = cause_of_exception(RuntimeError("unable to write to file </torch_12_7>: No space left on device (28)"), 0)
+    assert "--shm-size" in full.remedy and "OUTPUT_DIR" not in full.remedy
+    assert "--shm-size" in cause_of_exception(SPACE, 0).remedy
+    for text in ("Gloo connectFullMesh failed with [pair.h:311] Connect timeout", "connect: No route to host"):
+        assert "GLOO_SOCKET_IFNAME, and for GPUs NCCL_SOCKET_IFNAME" in cause_of_exception(RuntimeError(text), 0).remedy
+
+
+def test_an_exception_without_a_message_says_where_it_was_raised():
+    def importing() -> None:
+        raise ImportError
+
+    with pytest.raises(ImportError) as raised:
+        importing()
+    reason = cause_of_exception(raised.value, 0).reason
+    assert re.fullmatch(r"ImportError: raised in importing \(.+/test_status\.py:\d+\)", reason), reason
+    # torchrun's own, with the message below its name.
+    cause = found(
+        "Traceback (most recent call last):", "ImportError: ", "", "IMPORTANT: numpy is broken", "more"
+    ).cause()
+    assert cause is not None and cause.reason == "ImportError: IMPORTANT: numpy is broken"
 
 
 @pytest.mark.parametrize("how", ["raise ValueError from error", "raise ValueError", "raise SystemExit(2) from None"])
