@@ -54,7 +54,7 @@ def test_how_long(tmp_path: Path, name: str):
     changes, age, is_held = HOLDERS[name]
     claim.take(tmp_path, "node1", os.getpid())  # another node of the run
     claim.take(tmp_path, "node0", os.getpid())
-    claim.keep(tmp_path, "node0", os.getpid())
+    claim.keep(tmp_path, "node0")
     path = tmp_path / "node0.claim.1"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     os.utime(path, times=(time.time() - age,) * 2)
