@@ -198,22 +198,6 @@ def test_launchers_read_a_short_file_that_says_what_the_ledger_says():
         assert short == look_up_torch(torch, strategy, precision="fp32", path=DATA)
 
 
-def test_launchers_read_a_short_file_that_says_what_the_ledger_says():
-    ledger = json.loads(DATA.read_text())
-    remedy = "write it again: t5bench ledger --page docs/generated"
-    assert json.loads(OF_LAUNCHERS.read_text()) == shorten(ledger), remedy
-    assert OF_LAUNCHERS.stat().st_size < DATA.stat().st_size / 7
-    releases = {cell["release"] for cell in ledger["cells"] if cell["release"]} | {"0.1", "0.18.1", "0.99"}
-    for release, strategy in product(releases, {cell["strategy"] for cell in ledger["cells"] if cell["release"]}):
-        for precision, micro_batches, resumes in product(("fp32", "bf16"), (1, 8), (False, True)):
-            run = {"precision": precision, "micro_batches": micro_batches, "resumes": resumes}
-            assert look_up(release, strategy, **run) == look_up(release, strategy, **run, path=DATA)
-    of_torch = {(cell["torch"], cell["strategy"]) for cell in ledger["cells"] if not cell["release"]}
-    for torch, strategy in of_torch:
-        short = look_up_torch(torch, strategy, precision="fp32")
-        assert short == look_up_torch(torch, strategy, precision="fp32", path=DATA)
-
-
 def run_ledger(
     output: Path, folder: Path, *arguments: str, first_folder: Path | None = None
 ) -> subprocess.CompletedProcess[str]:
