@@ -12,6 +12,8 @@ from t5bench.costmodel.evidence import grid
 from t5bench.costmodel.evidence.grid import Cell, Judged, Verdict
 from t5bench.costmodel.machine import ON_AMPERE, Host
 
+pytestmark = pytest.mark.slow  # predicts 720 iterations some fifty times
+
 
 @pytest.fixture(scope="module")
 def cells() -> list[Cell]:
