@@ -27,7 +27,7 @@ from t5bench.record.plan import Plan
 from t5bench.record.records import load
 from t5bench.report import picture
 from t5bench.report.figures import COLOUR_OF, all_figures, rows_of, thin
-from t5bench.report.page import MOST_BYTES, command
+from t5bench.report.page import MOST_BYTES, command, render
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 needs_browser = pytest.mark.skipif(not BROWSER, reason="no chromium to open the page with")
@@ -273,6 +273,14 @@ def test_the_picture_shows_where_an_iteration_goes(place: Path):
     assert shares["zero1"] == {"computing": 0.875, "rest": 0.125}
     assert shares["zero2"] == {"computing": 0.75, "rest": 0.25}
     assert shares["ddp"] == {"not profiled": 1.0}
+
+
+def test_a_row_with_too_few_intervals_has_a_bar_without_an_interval(tmp_path: Path):
+    comparison = build([load(make_run(tmp_path / "ddp", elapsed_ms=[100.0, 101.0]))])
+    (panel,) = picture.panels(comparison, rows_of(comparison))
+    (bar,) = panel.bars
+    assert panel.interval(bar) is None and panel.time(bar).endswith(" ms")
+    assert 'class="of-bar"' in render(comparison) and "<line class=" not in render(comparison)
 
 
 def test_the_picture_as_text(place: Path):
