@@ -31,6 +31,7 @@ model=$REPO_ROOT/outputs/quickstart/model/$FAMILY_PREFIX$ENGINE
 prompt='The <extra_id_0> walks in <extra_id_1> park.'
 [[ -z $FAMILY_PREFIX ]] || prompt='The man walks in'
 saved=(MODEL_PRESET=tiny STRATEGIES=ddp REPEATS=1 RUNS_DIR="$model" SAVE_INTERVAL="$TRAIN_ITERS" PROFILE_ITERATION=0)
+note "training a tiny model with DDP once more, to keep it"
 env "${saved[@]}" bash "$REPO_ROOT/scripts/run_megatron_t5_all.sh" >/dev/null
 echo
 echo "After $TRAIN_ITERS iterations a tiny model cannot know much. It completes '$prompt' like this:"
