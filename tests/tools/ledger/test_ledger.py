@@ -184,7 +184,7 @@ def test_the_committed_ledger_has_the_pinned_release_without_a_fault_that_a_laun
 
 def test_launchers_read_a_short_file_that_says_what_the_ledger_says():
     ledger = json.loads(DATA.read_text())
-    remedy = "write it again: t5bench ledger --page docs/generated"
+    remedy = "write it again: python -m docs.make_generated"
     assert json.loads(OF_LAUNCHERS.read_text()) == shorten(ledger), remedy
     assert OF_LAUNCHERS.stat().st_size < DATA.stat().st_size / 7
     releases = {cell["release"] for cell in ledger["cells"] if cell["release"]} | {"0.1", "0.18.1", "0.99"}
