@@ -1,7 +1,7 @@
-"""Writes the generated pages again: ``python -m docs.make_generated [folder, else docs/generated]``.
+"""Writes the generated pages again, into docs/generated or a folder: ``python -m docs.make_generated [folder]``.
 
 A test (tests/docs/test_generated.py) asks that this changes nothing. What comes from runs stays as it is: the cells of
-ledger.json, the example and the pictures of the quick start.
+ledger.json, the example and the pictures of the quick start. What launchers read of the ledger is written, too.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 from t5bench.__main__ import main as t5bench
-from t5bench.record.ledger import DATA
+from t5bench.record.ledger import DATA, write_shortened
 from t5bench.tools.ledger import tables
 
 FOLDER = Path(__file__).resolve().parent / "generated"
@@ -48,4 +48,8 @@ def write_all(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    write_all(Path(sys.argv[1]) if len(sys.argv) > 1 else FOLDER)
+    if len(sys.argv) > 1:
+        write_all(Path(sys.argv[1]))
+    else:
+        write_all(FOLDER)
+        write_shortened(json.loads(DATA.read_text()))
