@@ -18,18 +18,19 @@ from t5bench.compare.rows import Row, make_row
 from t5bench.costmodel import schedule, time
 from t5bench.costmodel.calibration import Calibrated, Measured, calibrate
 from t5bench.costmodel.evidence import check, grid, intervals, tutorials
-from t5bench.costmodel.job import Job, padded
+from t5bench.costmodel.job import Architecture, Job, padded
 from t5bench.costmodel.machine import DEVICES, GIB, Device, Host, Link, device_of
 from t5bench.costmodel.memory import activation_bytes, in_flight
 from t5bench.costmodel.prediction import LATENCY, Prediction, with_link
 from t5bench.costmodel.presets import NOTES, PRESETS
 from t5bench.costmodel.time import CPU
+from t5bench.plan.families import FAMILIES
 from t5bench.plan.forecast import GIGABITS, gpu_here, padded_vocabulary
-from t5bench.plan.launchers import declarations, with_slurm_hosts
+from t5bench.plan.launchers import all_declarations, declarations, with_slurm_hosts
 from t5bench.plan.planner import plan
 from t5bench.record.host_cost import read_host_cost
 from t5bench.record.network import read_network
-from t5bench.record.plan import Plan
+from t5bench.record.plan import Plan, Strategy
 from t5bench.record.records import load
 from t5bench.record.settings import BY_NAME
 from t5bench.tools.predict import executed
@@ -145,7 +146,7 @@ def predict(args: argparse.Namespace) -> int:
         content = [entry.prediction.to_json() | {"measured": entry.compared()} for entry in entries]
         print(json.dumps({"machine": machine, "rows": content, "refused": refused}, indent=2))
         return 0
-    show(entries, refused)
+    show(entries, refused, only_elsewhere(args))
     if args.schedule:
         for entry in entries:
             show_schedule(entry.prediction)
@@ -281,27 +282,71 @@ def why_not(args: argparse.Namespace, plan: Plan) -> str:
     return ""
 
 
-def planned(model: str | None = None) -> list[Plan]:
+def planned(model: str | None = None, strategies: Sequence[Strategy] = (), engine: str = "") -> list[Plan]:
     """The plans of every strategy's launcher with the settings in the environment; no GPU is needed.
 
-    model: a model's name, of PRESETS or of the launchers' own. Raises Problem for another one.
+    model: a model's name, of PRESETS or of the launchers' own. strategies, engine: these alone, instead of the
+    environment's. Raises Problem for another model.
     """
     environment = with_slurm_hosts({"DEVICE": "cuda", "NODE_RANK": "0", **os.environ})  # this may be none of HOSTS
     if not environment.get("HOSTS"):
         # The README's hardware.
         environment = {"NNODES": "2", "MASTER_ADDR": "node0", **environment}
     environment |= settings_of(model)
-    return [plan(environment, strategy) for strategy in declarations()]
+    if engine:
+        environment |= {"ENGINE": engine}
+    return [plan(environment, strategy) for strategy in strategies or declarations(environment.get("MODEL_FAMILY", ""))]
+
+
+def only_elsewhere(args: argparse.Namespace) -> list[str]:
+    """A sentence for each strategy that only another engine has than the environment's: what it would take there."""
+    sentences: list[str] = []
+    if args.runs or args.calibrate:
+        return sentences
+    family = settings_of(args.model).get("MODEL_FAMILY") or os.environ.get("MODEL_FAMILY") or "t5"
+    here = {strategy.name for strategy in declarations(family)}
+    for strategy in all_declarations():
+        if strategy.name in here or family not in strategy.families:
+            continue
+        engine = strategy.engines[0]
+        (its_plan,) = planned(args.model, [strategy], engine)
+        reason = why_not(args, its_plan)
+        if reason:
+            sentences.append(f"{strategy.name} needs ENGINE={engine}, and there: {reason}")
+            continue
+        prediction = predicted(args, its_plan, None)
+        size = f"{prediction.memory_bytes / GIB:.2f} GiB"
+        takes = f"{prediction.time.total:.4g} s and {size}" if prediction.time else size
+        sentences.append(f"{strategy.name} needs ENGINE={engine}, and would take {takes}.")
+    return sentences
 
 
 def settings_of(model: str | None) -> dict[str, str]:
     """The settings that choose a model by its name. Raises Problem."""
     if model in PRESETS:
-        return {"MODEL_FAMILY": PRESETS[model].family}
+        return settings_of_sizes(PRESETS[model])
     if model and model not in SETTINGS_PRESETS:
         known = " ".join((*SETTINGS_PRESETS, *PRESETS))
         raise Problem(f"the model '{model}' is unknown", f"Choose from: {known}")
     return {"MODEL_PRESET": model} if model else {}
+
+
+def settings_of_sizes(a: Architecture) -> dict[str, str]:
+    """The settings that have a model's sizes, so that the launchers' checks read these and not their defaults.
+
+    Where the launchers cannot describe its heads, the hidden size is one that they divide.
+    """
+    settings = {
+        "MODEL_FAMILY": a.family,
+        "HIDDEN_SIZE": a.query if a.hidden % a.heads else a.hidden,
+        "NUM_ATTENTION_HEADS": a.heads,
+        "FFN_HIDDEN_SIZE": a.ffn,
+    }
+    family = FAMILIES[a.family]
+    depths = (a.encoder_layers, a.decoder_layers) if family.has_encoder else (a.decoder_layers,)
+    lengths = (a.encoder_length, a.decoder_length) if family.has_encoder else (a.decoder_length,)
+    settings |= zip(family.stacks + family.lengths, depths + lengths, strict=True)
+    return {name: str(value) for name, value in settings.items()}
 
 
 def measured_row(directory: Path) -> Row:
@@ -404,7 +449,8 @@ def measured_time(args: argparse.Namespace, path: Path) -> Measured:
     return Measured(prediction.job, prediction.machine, row.milliseconds.median / 1000, prediction.backend)
 
 
-def show(entries: Sequence[Entry], refused: Mapping[str, str]) -> None:
+def show(entries: Sequence[Entry], refused: Mapping[str, str], elsewhere: Sequence[str]) -> None:
+    """Prints the tables. refused: why not, by strategy. elsewhere: sentences on what another engine has."""
     memory = [_memory(entry.prediction) for entry in entries]
     print(tabulate(memory, headers="keys", floatfmt=".2f"), end="\n\n")
     costs = [_cost(entry) for entry in entries]
@@ -412,6 +458,8 @@ def show(entries: Sequence[Entry], refused: Mapping[str, str]) -> None:
     print(tabulate(costs, headers="keys", floatfmt=formats), end="\n\n")
     for name, reason in refused.items():
         print(f"{name} cannot run: {reason}")
+    for sentence in elsewhere:
+        print(sentence)
     first = entries[0].prediction
     link = first.machine.between.bandwidth * 8 / 1e9
     print(f"MB: sent by the busiest node to others per iteration, over {link:g} Gbit/s with {first.backend}.")

@@ -7,7 +7,6 @@ import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from itertools import product
 from math import inf
 from pathlib import Path
 
@@ -15,13 +14,15 @@ from tabulate import tabulate
 
 from t5bench import Problem, note
 from t5bench.arguments import at_least
-from t5bench.costmodel.job import Architecture, Job, Parallel, Zero, beyond_native
+from t5bench.costmodel.job import Architecture, FullySharded, Job, Parallel, Zero, beyond_native
 from t5bench.costmodel.layout import balanced_split
 from t5bench.costmodel.machine import DEVICES, GIB, Machine
 from t5bench.costmodel.prediction import Prediction, with_link
 from t5bench.costmodel.presets import NOTES, PRESETS
+from t5bench.costmodel.schedule import GPIPE, INTERLEAVED, ONE_F_ONE_B, ZERO_BUBBLE, interleaving_fault
 from t5bench.plan.families import FAMILIES
-from t5bench.plan.launchers import ALONE
+from t5bench.plan.launchers import ALONE, ENGINES
+from t5bench.plan.layout import LEAST_INTERLEAVED
 from t5bench.plan.planner import plan
 from t5bench.record.plan import ROLES, Plan
 from t5bench.record.settings import BY_NAME, Whole
@@ -38,28 +39,29 @@ from t5bench.tools.predict.command import (
 
 TENSOR_SIZES = (1, 2, 4, 8)  # beyond a node the all-reduces of every layer cross the network
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
-RECOMPUTE = ("none", "selective", "full")
+RECOMPUTE = ("none", "selective", "full")  # the second under 1F1B alone: fused attention leaves it little to save
 MOST_AS_FAST = 3.0  # a layout that takes so many times as long is slower whatever the machine is like
 FULLEST = 0.95  # of the device's memory; the rest is lost to fragmentation
-# The strategy whose launcher starts a kind of layout.
-STRATEGIES = {
-    "DDP": "ddp",
-    "TP": "tensor",
-    "PP": "pipeline",
-    "TP x PP": "hybrid",
-    "ZeRO-1": "zero1",
-    "ZeRO-2": "zero2",
-    "ZeRO-3": "zero3",
-    "ZeRO-3 offload": "zero3_offload",
-    "TP x ZeRO-1": "zero1",
-    "TP x ZeRO-2": "zero2",
-    "TP x ZeRO-3": "zero3",
-    "TP x ZeRO-3 offload": "zero3",  # if its JSON offloads
-    "PP x ZeRO-1": "3d",
-    "TP x PP x ZeRO-1": "3d",
+SHARD_SIZES = (2, 4, 8, 16)  # of HSDP: data-parallel GPUs that share one copy of the states
+VIRTUAL_STAGES = 2  # parts of the model on each stage of an interleaved pipeline, as the launchers' default
+# What a pipeline's schedule is called in the name of a kind.
+PIPELINES = {
+    ONE_F_ONE_B: "PP",
+    GPIPE: "PP GPipe",
+    INTERLEAVED: "PP interleaved",
+    ZERO_BUBBLE: "PP zero-bubble",
 }
-# Settings that choose among the layouts; DDP's plan would refuse them.
-LAYOUT_SETTINGS = ("TENSOR_PARALLEL_SIZE", "PIPELINE_PARALLEL_SIZE")
+# Settings that choose among the layouts, each of which is ranked; DDP's plan would refuse the first two.
+LAYOUT_SETTINGS = (
+    "TENSOR_PARALLEL_SIZE",
+    "PIPELINE_PARALLEL_SIZE",
+    "PIPELINE_SCHEDULE",
+    "VIRTUAL_PIPELINE_STAGES",
+    "SEQUENCE_PARALLEL",
+    "FSDP_SHARD_SIZE",
+    "FSDP_KEEP_PARAMETERS",
+    "ZERO_REDUCE_ONCE",
+)
 ZERO = ("zero1", "zero2", "zero3", "zero3_offload")
 
 
@@ -86,35 +88,61 @@ class Candidate(Prediction):
 
     @cached_property
     def kind(self) -> str:
-        zero = self.job.zero
+        job = self.job
+        parallel = job.parallel
         parts = []
-        if self.job.parallel.tensor > 1:
-            parts.append("TP")
-        if self.job.parallel.pipeline > 1:
-            parts.append("PP")
-        if zero.offload_parameters:
-            parts.append(f"ZeRO-{zero.stage} offload")
-        elif zero.stage > 0:
-            parts.append(f"ZeRO-{zero.stage}")
+        if parallel.tensor > 1:
+            parts.append("TP + SP" if parallel.sequence_parallel else "TP")
+        if parallel.pipeline > 1:
+            parts.append(PIPELINES[parallel.schedule])
+        states = self._states
+        if states:
+            parts.append(states)
         return " x ".join(parts) or "DDP"
 
     @property
+    def _states(self) -> str:
+        """How data-parallel GPUs divide the states; "" if each has all."""
+        zero = self.job.zero
+        if self.job.fully_sharded is not None:
+            name = "HSDP" if self.job.parallel.shards else "FSDP2"
+            return f"{name} kept" if self.job.fully_sharded.keeps_parameters else name
+        if not zero.stage:
+            return ""
+        if zero.offload_parameters:
+            return f"ZeRO-{zero.stage} offload"
+        return f"ZeRO-{zero.stage} once" if zero.reduce_once else f"ZeRO-{zero.stage}"
+
+    @property
+    def strategy(self) -> str:
+        """The strategy whose launcher starts it."""
+        job = self.job
+        parallel = job.parallel
+        if job.fully_sharded is not None:
+            return "fsdp2"
+        if job.zero.stage:
+            if parallel.pipeline > 1:
+                return "3d"
+            offloads = job.zero.offload_parameters and parallel.tensor == 1  # under TP, if the stage's JSON offloads
+            return "zero3_offload" if offloads else f"zero{job.zero.stage}"
+        if parallel.tensor > 1:
+            return "hybrid" if parallel.pipeline > 1 else "tensor"
+        return "pipeline" if parallel.pipeline > 1 else "ddp"
+
+    @property
     def title(self) -> str:
-        title = f"{self.kind} {self.job.parallel}, micro-batch {self.job.micro_batch}"
-        return title if self.job.recompute == "none" else f"{title}, recompute {self.job.recompute}"
+        job = self.job
+        title = f"{self.kind} {job.parallel}, micro-batch {job.micro_batch}"
+        if job.parallel.shards:
+            title = f"{title}, shards of {job.parallel.shards}"
+        return title if job.recompute == "none" else f"{title}, recompute {job.recompute}"
 
     @property
     def missing(self) -> str:
-        """Why this harness cannot run it, or the only engine that can."""
+        """Why this harness cannot run it; "" if it can."""
         if not self.is_launchable:
             return "no: --model"
-        if not self.start:
-            return "no: ZeRO with PP"
-        job = self.job
-        parallel = job.parallel
-        is_fp16 = job.precision == "fp16"
-        beyond = beyond_native(parallel.tensor, parallel.pipeline, job.zero.stage > 0, job.micro_batches, is_fp16)
-        return "only ENGINE=megatron" if beyond else ""
+        return "" if self.start else "no: ZeRO with PP"
 
     @cached_property
     def start(self) -> str:
@@ -126,7 +154,7 @@ class Candidate(Prediction):
         settings = self._settings()
         settings |= {name: value for name, value in self.given.items() if name not in settings}
         words = [f"{name}={shlex.quote(value)}" for name, value in settings.items() if value]
-        launcher = f"bash scripts/run_megatron_t5_{STRATEGIES[self.kind]}.sh"
+        launcher = f"bash scripts/run_megatron_t5_{self.strategy}.sh"
         place = "<master-host> <node-rank>" if int(settings["NNODES"]) > 1 else ""
         return " ".join(filter(None, [*words, launcher, place]))
 
@@ -134,7 +162,10 @@ class Candidate(Prediction):
         """The settings that describe the layout; an empty one stays at its default."""
         job = self.job
         parallel = job.parallel
-        strategy = STRATEGIES[self.kind]
+        strategy = self.strategy
+        sharded = job.fully_sharded
+        keeps_parameters = sharded is not None and sharded.keeps_parameters
+        is_interleaved = parallel.schedule == INTERLEAVED
 
         def size(value: int) -> str:
             """A parallel size of 1 is every launcher's default but 3D's."""
@@ -148,6 +179,12 @@ class Candidate(Prediction):
             "MICRO_BATCH_SIZE": str(job.micro_batch),
             "TENSOR_PARALLEL_SIZE": size(parallel.tensor),
             "PIPELINE_PARALLEL_SIZE": size(parallel.pipeline),
+            "PIPELINE_SCHEDULE": "" if parallel.schedule == ONE_F_ONE_B else parallel.schedule,
+            "VIRTUAL_PIPELINE_STAGES": str(parallel.virtual_stages) if is_interleaved else "",
+            "SEQUENCE_PARALLEL": "1" if parallel.sequence_parallel else "",
+            "FSDP_SHARD_SIZE": str(parallel.shards) if parallel.shards else "",
+            "FSDP_KEEP_PARAMETERS": "1" if keeps_parameters else "",
+            "ZERO_REDUCE_ONCE": "1" if job.zero.reduce_once else "",
             "RECOMPUTE": "" if job.recompute == "none" else job.recompute,
             "ENGINE": "" if job.engine == "megatron" else job.engine,
         }
@@ -164,7 +201,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tp", type=whole, help=tensor)
     pipeline = "rank only this number of stages (default: PIPELINE_PARALLEL_SIZE or PP_SIZE, else all that fit)"
     parser.add_argument("--pp", type=whole, help=pipeline)
-    parser.add_argument("--top", type=whole, default=8, help="rows in the first table (default: %(default)s)")
+    parser.add_argument(
+        "--top",
+        type=whole,
+        default=8,
+        help="rows in the first table before the best of each other kind (default: %(default)s)",
+    )
     parser.add_argument("--picture", type=Path, help="plot memory against time: a .svg, .png or .pdf file")
     page = "write the planner as an offline page (default: layouts.html); the other options preset its inputs"
     parser.add_argument("--page", type=Path, nargs="?", const=Path("layouts.html"), metavar="FILE", help=page)
@@ -206,11 +248,7 @@ def rank(args: argparse.Namespace) -> int:
     tensor = args.tp or asked_size("TENSOR_PARALLEL_SIZE", "TP_SIZE")
     pipeline = args.pp or asked_size("PIPELINE_PARALLEL_SIZE", "PP_SIZE")
     batch = args.global_batch or default_batch()
-    ddp, *zeros = plans_of_one_gpu(args)
-    job = Job.of_plan(ddp, vocabulary_of(ddp, args.vocabulary))
-    is_preset = args.model in PRESETS
-    if is_preset:
-        job = replace(job, architecture=PRESETS[args.model])
+    model = asked_model(args)
     link = link_of(args.network, args.link, args.latency)
     ranked = {}
     for size in sizes:
@@ -218,15 +256,14 @@ def rank(args: argparse.Namespace) -> int:
         if size % per_node:
             raise Problem(f"{size} GPUs do not fill nodes of {args.per_node}", "Set --per-node")
         space = Space(
-            job=job,
-            zeros=[Zero.of_config(each.ds_config) for each in zeros],
+            engines=model.engines,
             gpus=size,
             machine=with_link(device, link, per_node, host_of(args.host)),
             batch=args.global_batch or max(batch, size),
             tensor=tensor,
             pipeline=pipeline,
-            given=given(ddp),
-            is_launchable=not is_preset,
+            given=model.given,
+            is_launchable=model.is_launchable,
         )
         ranked[size] = space.ranked()
     if args.json:
@@ -234,6 +271,8 @@ def rank(args: argparse.Namespace) -> int:
     else:
         for size, candidates in ranked.items():
             show(size, candidates, args)
+        if len(ranked) > 1:
+            print(tabulate(against_the_smallest(ranked), headers="keys", floatfmt=".4g"))
     if args.picture:
         draw(ranked, args.picture, device.memory)
     return 0
@@ -266,9 +305,51 @@ def asked_size(name: str, short_name: str) -> int | None:
     return None
 
 
-def plans_of_one_gpu(args: argparse.Namespace) -> list[Plan]:
+@dataclass(frozen=True)
+class EngineJob:
+    """A model's training in one of the engines."""
+
+    job: Job
+    """On one GPU, with DDP."""
+    zeros: Sequence[Zero]
+    """Of the strategies in ZERO."""
+
+
+@dataclass(frozen=True)
+class AskedModel:
+    """The model to rank, with what a run of it needs."""
+
+    engines: Sequence[EngineJob]
+    """The environment's ENGINE; both if it names none."""
+    given: Mapping[str, str]
+    """The settings that a run must have, too."""
+    is_launchable: bool
+    """Whether the launchers' settings can describe the model."""
+
+
+def asked_model(args: argparse.Namespace) -> AskedModel:
+    """Raises Problem."""
+    asked = os.environ.get("ENGINE")
+    engines = []
+    kept: dict[str, str] = {}
+    is_launchable = True
+    for engine in [asked] if asked else ENGINES:
+        ddp, *zeros = plans_of_one_gpu(args, engine)
+        job = Job.of_plan(ddp, vocabulary_of(ddp, args.vocabulary))
+        if args.model in PRESETS:
+            architecture = PRESETS[args.model]
+            is_launchable = replace(job.architecture, padded_vocabulary=architecture.padded_vocabulary) == architecture
+            job = replace(job, architecture=architecture)
+        kept |= given(ddp)
+        engines.append(EngineJob(job, [Zero.of_config(each.ds_config) for each in zeros]))
+    # fp16 needs the loss scaling that the native engine lacks; it stays where it was asked for.
+    able = [each for each in engines if asked or each.job.engine != "native" or each.job.precision != "fp16"]
+    return AskedModel(able, kept, is_launchable)
+
+
+def plans_of_one_gpu(args: argparse.Namespace, engine: str) -> list[Plan]:
     """The launchers' settings, and those of a preset by its name, as plans of DDP and ZERO for one GPU."""
-    one = {"NPROC_PER_NODE": "1", "GLOBAL_BATCH_SIZE": "1", "MICRO_BATCH_SIZE": "1"}
+    one = {"NPROC_PER_NODE": "1", "GLOBAL_BATCH_SIZE": "1", "MICRO_BATCH_SIZE": "1", "ENGINE": engine}
     settings = os.environ | ALONE | one | settings_of(args.model)
     for name in LAYOUT_SETTINGS:
         settings.pop(name, None)
@@ -321,14 +402,88 @@ def _divides(model: Architecture, pp: int) -> bool:
     return model.layers % pp == 0
 
 
+def strategies(job: Job, zeros: Sequence[Zero]) -> Iterator[Job]:
+    """Every strategy of the job's engine in the job's layout, which has neither ZeRO nor FSDP2.
+
+    zeros: of the strategies in ZERO.
+    """
+    parallel = job.parallel
+    is_native = job.engine == "native"
+    if is_native and beyond_native(parallel.tensor, parallel.pipeline, False, job.micro_batches):
+        return
+    yield from _undivided(job)
+    if parallel.data == 1:
+        return
+    if is_native:
+        if parallel.pipeline > 1:
+            return
+        yield from _fully_sharded(job)
+        if parallel.tensor > 1:
+            return
+    if parallel.pipeline > 1:
+        stages = 1  # DeepSpeed has no stage 2 or 3 in pipelines
+    elif parallel.tensor > 1:
+        stages = 3  # offload goes without tensor parallelism
+    else:
+        stages = 4
+    for zero in zeros[:stages]:
+        yield replace(job, zero=zero, parallel=replace(parallel, deepspeed=parallel.pipeline > 1))
+        if is_native and zero.stage > 1 and not zero.offload_parameters and job.micro_batches > 1:
+            yield replace(job, zero=replace(zero, reduce_once=True))
+
+
+def _undivided(job: Job) -> Iterator[Job]:
+    """Pipeline schedules and sequence parallelism, with the states whole on every data-parallel GPU."""
+    parallel = job.parallel
+    model = job.architecture
+    is_native = job.engine == "native"
+    lengths = (model.encoder_length, model.decoder_length)
+    divides_tokens = is_native and parallel.tensor > 1 and all(length % parallel.tensor == 0 for length in lengths)
+    schedules = [parallel]
+    if parallel.pipeline > 1:
+        if is_native:
+            schedules.append(replace(parallel, schedule=GPIPE))
+        if _interleaves(job):
+            chunks = VIRTUAL_STAGES * parallel.pipeline
+            split_rank = _split(model, chunks) if is_native else None
+            interleaved = replace(parallel, schedule=INTERLEAVED, virtual_stages=VIRTUAL_STAGES, split_rank=split_rank)
+            schedules.append(interleaved)
+    for schedule in schedules:
+        yield replace(job, parallel=schedule)
+        if divides_tokens:
+            yield replace(job, parallel=replace(schedule, sequence_parallel=True))
+    if parallel.pipeline > 1 and is_native:
+        yield replace(job, parallel=replace(parallel, schedule=ZERO_BUBBLE))  # not with sequence parallelism
+
+
+def _interleaves(job: Job) -> bool:
+    """Whether the engine can follow the interleaved schedule, with VIRTUAL_STAGES on each stage."""
+    stages = job.parallel.pipeline
+    layers = job.architecture.layers
+    chunks = VIRTUAL_STAGES * stages
+    if chunks > layers or interleaving_fault(stages, job.micro_batches):
+        return False
+    if job.engine == "native":
+        return True
+    return not job.architecture.cross_attention and stages >= LEAST_INTERLEAVED and layers % chunks == 0
+
+
+def _fully_sharded(job: Job) -> Iterator[Job]:
+    """FSDP2 over all data-parallel GPUs and over groups of them."""
+    data = job.parallel.data
+    for shards in (0, *SHARD_SIZES):
+        if shards and (shards >= data or data % shards):
+            continue
+        parallel = replace(job.parallel, shards=shards)
+        for keeps_parameters in (False, True):
+            yield replace(job, parallel=parallel, fully_sharded=FullySharded(keeps_parameters))
+
+
 @dataclass(frozen=True)
 class Space:
     """The layouts of a job on a number of GPUs."""
 
-    job: Job
-    """On one GPU, with DDP."""
-    zeros: Sequence[Zero]
-    """Of the strategies in ZERO."""
+    engines: Sequence[EngineJob]
     gpus: int
     machine: Machine
     batch: int
@@ -342,42 +497,27 @@ class Space:
     pipeline: int | None = None
     """The only number of pipeline stages to try."""
 
-    def _usable(self, parallel: Parallel) -> list[Zero]:
-        """DDP, and the stages of ZeRO that go with a layout."""
-        if parallel.data == 1:
-            stages = 0
-        elif parallel.pipeline > 1:
-            stages = 1  # DeepSpeed has no stage 2 or 3 in pipelines
-        elif parallel.tensor > 1:
-            stages = 3  # offload goes without tensor parallelism
-        else:
-            stages = 4
-        return [Zero(), *self.zeros[:stages]]
-
     def jobs(self) -> Iterator[Job]:
         per_node = self.machine.devices_per_node
-        job = self.job
-        for parallel in layouts(job.architecture, self.gpus, per_node, self.tensor, job.engine, self.pipeline):
-            fitting = [size for size in MICRO_BATCHES if self.batch % (size * parallel.data) == 0]
-            for micro_batch, zero, recompute in product(fitting, self._usable(parallel), RECOMPUTE):
-                yield replace(
-                    self.job,
-                    parallel=replace(parallel, deepspeed=parallel.pipeline > 1 and zero.stage > 0),
-                    micro_batch=micro_batch,
-                    global_batch=self.batch,
-                    zero=zero,
-                    recompute=recompute,
-                )
+        for engine in self.engines:
+            job = engine.job
+            for parallel in layouts(job.architecture, self.gpus, per_node, self.tensor, job.engine, self.pipeline):
+                for micro_batch in MICRO_BATCHES:
+                    if self.batch % (micro_batch * parallel.data):
+                        continue
+                    plain = replace(job, parallel=parallel, micro_batch=micro_batch, global_batch=self.batch)
+                    for strategy in strategies(plain, engine.zeros):
+                        for recompute in RECOMPUTE:
+                            if recompute != "selective" or strategy.parallel.schedule == ONE_F_ONE_B:
+                                yield replace(strategy, recompute=recompute)
 
     def ranked(self) -> list[Candidate]:
         """Every layout, the fastest first. Raises Problem if no layout divides the model or none fits."""
         candidates = [
             Candidate(job, self.machine, given=self.given, is_launchable=self.is_launchable) for job in self.jobs()
         ]
-        if self.job.engine == "native":
-            candidates = [candidate for candidate in candidates if not candidate.missing]
         if not candidates:
-            model = self.job.architecture
+            model = self.engines[0].job.architecture
             asked = f" with TP={self.tensor}" if self.tensor else ""
             asked += f" with PP={self.pipeline}" if self.pipeline else ""
             found = f"no layout of {self.gpus} GPUs{asked} divides the model and a global batch of {self.batch}"
@@ -390,6 +530,26 @@ class Space:
             found = f"the model does not fit on {self.gpus} x {device.name}: even {takes}"
             raise Problem(found, "Use more GPUs, or ones with more memory")
         return sorted(candidates, key=lambda candidate: (candidate.seconds, candidate.memory_bytes))
+
+
+def best_to_run(candidates: Sequence[Candidate]) -> Candidate:
+    """The fastest that the launchers can start; if they can start none, the fastest. candidates: sorted by time."""
+    for candidate in candidates:
+        if candidate.fits and candidate.start:
+            return candidate
+    return candidates[0]
+
+
+def shown_first(candidates: Sequence[Candidate], top: int) -> list[Candidate]:
+    """The fastest `top` that fit, and the best of each kind that is not among them. candidates: sorted by time."""
+    shown = [candidate for candidate in candidates if candidate.fits]
+    kinds: list[str] = []
+    found: list[Candidate] = []
+    for place, candidate in enumerate(shown):
+        if place < top or candidate.kind not in kinds:
+            found.append(candidate)
+        kinds.append(candidate.kind)
+    return found
 
 
 def pareto(candidates: Sequence[Candidate]) -> list[Candidate]:
@@ -455,9 +615,10 @@ def show(gpus: int, candidates: Sequence[Candidate], args: argparse.Namespace) -
             "GiB": candidate.memory_bytes / GIB,
             "limited by": candidate.limit,
             "front": "*" if candidate in front else "",
+            "engine": candidate.job.engine,
             "can run": candidate.missing or "yes",
         }
-        for candidate in fitting[: args.top]
+        for candidate in shown_first(candidates, args.top)
     ]
     print(tabulate(rows, headers="keys", floatfmt=".4g"))
     print(f"\n{not_told_apart(candidates)}")
@@ -475,11 +636,38 @@ def show(gpus: int, candidates: Sequence[Candidate], args: argparse.Namespace) -
     print(tabulate(frontier, headers="keys", floatfmt=".4g"))
     print("\nWhy not the others (the best of each):")
     for kind, reason in losers(candidates):
-        print(f"  {kind:<16} {reason}")
-    startable = [candidate for candidate in fitting if candidate.start]
-    if startable:
-        fastest = startable[0]
+        print(f"  {kind:<24}  {reason}")
+    commands = {candidate.kind: candidate.start for candidate in reversed(fitting) if candidate.start}
+    print("\nHow to start the best of each kind:")
+    for kind, command in sorted(commands.items()):
+        print(f"  {kind}\n    {command}")
+    fastest = best_to_run(candidates)
+    if fastest.start:
         print(f"\nThe fastest that the launchers can start, {fastest.title}:\n  {fastest.start}\n")
+
+
+def against_the_smallest(ranked: Mapping[int, Sequence[Candidate]]) -> list[dict[str, str | float]]:
+    """What more GPUs buy: a row for each number, with the fastest layout to run and its gain on the smallest number."""
+    smallest = min(ranked)
+    base = best_to_run(ranked[smallest])
+    base_rate = base.job.global_batch / base.seconds
+    rows: list[dict[str, str | float]] = []
+    for gpus, candidates in sorted(ranked.items()):
+        best = best_to_run(candidates)
+        rate = best.job.global_batch / best.seconds
+        gain = rate / base_rate
+        rows.append(
+            {
+                "GPUs": gpus,
+                "nodes": gpus // best.machine.devices_per_node,
+                "the fastest to run": best.title,
+                "batch": best.job.global_batch,
+                "samples/s": rate,
+                f"against {smallest} GPUs": f"{gain:.2f}x",
+                "of that many times": f"{gain * smallest / gpus:.0%}",
+            }
+        )
+    return rows
 
 
 def mfu_text(candidate: Candidate) -> str:
@@ -530,6 +718,7 @@ def _json(candidates: Sequence[Candidate]) -> list[dict[str, object]]:
             "memory": candidate.memory_bytes,
             "limit": candidate.limit,
             "missing": candidate.missing,
+            "engine": candidate.job.engine,
             "start": candidate.start,
             "mfu": candidate.mfu,
             "tflops": candidate.tflops,

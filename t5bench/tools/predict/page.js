@@ -75,11 +75,11 @@ function asked() {
 let answer = null;
 
 function compute(wanted) {
-  const [job, zeros, given, isLaunchable] = py.get(MODELS, wanted.model);
+  const [engines, given, isLaunchable] = py.get(MODELS, wanted.model);
   const perNode = Math.min(wanted.perNode, wanted.gpus);
   const machine = costmodel$prediction$machine_of(py.get(DEVICES_BY_NAME, wanted.device), wanted.link, perNode);
   if (wanted.gpus % perNode) throw py.error("Problem", `${wanted.gpus} GPUs do not fill nodes of ${perNode}`);
-  const space = new tools$predict$layouts$Space(job, zeros, wanted.gpus, machine, wanted.batch, null, given, isLaunchable);
+  const space = new tools$predict$layouts$Space(engines, wanted.gpus, machine, wanted.batch, null, given, isLaunchable);
   return { wanted, candidates: space.ranked() };
 }
 
@@ -112,22 +112,23 @@ function show() {
   const { wanted, candidates } = answer;
   const fitting = candidates.filter((candidate) => candidate.fits);
   const front = new Set(tools$predict$layouts$pareto(candidates));
-  const [best] = fitting;
+  const best = tools$predict$layouts$best_to_run(candidates), [fastest] = fitting;
   element("verdict").textContent = `${wanted.gpus} x ${wanted.device}: ${fitting.length} of ${candidates.length} layouts fit. `
-    + `The fastest is ${best.title}: ${short(best.seconds)} s per iteration.`;
+    + (best.start ? `The fastest that can run is ${best.title}` : `None can run here; the fastest is ${best.title}`)
+    + `: ${short(best.seconds)} s per iteration.`
+    + (fastest === best ? "" : ` ${fastest.title} would take ${short(fastest.seconds)} s, but cannot run here.`);
   element("ranking-note").textContent = `${tools$predict$layouts$not_told_apart(candidates)} ` + "* is on the Pareto front: no other layout is better in both memory and time. Choose a row for details.";
-  const heads = ["layout", "s/iteration", "90 %", "samples/s", "TFLOP/s", "MFU", "GiB", "limited by", "front", "can run"];
-  const rows = fitting.slice(0, TOP);
-  const startable = fitting.find((candidate) => candidate.start);
-  if (startable && !rows.includes(startable)) rows.push(startable);
+  const heads = ["layout", "s/iteration", "90 %", "samples/s", "TFLOP/s", "MFU", "GiB", "limited by", "front", "engine", "can run"];
+  const rows = tools$predict$layouts$shown_first(candidates, TOP);
+  if (!rows.includes(best)) rows.push(best);
   fill(element("ranking"), heads, rows.map((candidate, place) => {
     const radio = make("input", { type: "radio", name: "layout", id: `layout${place}` });
-    radio.checked = place === 0;
+    radio.checked = candidate === best;
     radio.addEventListener("change", () => showOne(candidate));
     return [
       make("label", { for: `layout${place}` }, radio, " ", candidate.title), short(candidate.seconds), range(candidate.seconds_interval, 1),
       short(wanted.batch / candidate.seconds), short(candidate.tflops), candidate.mfu === null ? "" : py.format(candidate.mfu, ".1%"),
-      short(candidate.memory_bytes / GIB), candidate.limit, front.has(candidate) ? "*" : "", candidate.missing || "yes",
+      short(candidate.memory_bytes / GIB), candidate.limit, front.has(candidate) ? "*" : "", candidate.job.engine, candidate.missing || "yes",
     ];
   }));
   const reasons = [...tools$predict$layouts$losers(candidates)];

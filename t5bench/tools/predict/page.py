@@ -5,7 +5,6 @@ Its formulas are t5bench/costmodel's own, translated to JavaScript when the page
 
 import argparse
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from t5bench.costmodel.presets import PRESETS
 from t5bench.costmodel.traffic import Collective, collectives_of
 from t5bench.plan.forecast import GIGABITS
 from t5bench.tools.predict import layouts
-from t5bench.tools.predict.command import SETTINGS_PRESETS, vocabulary_of
+from t5bench.tools.predict.command import SETTINGS_PRESETS
 from t5bench.tools.predict.javascript import RUNTIME, Program
 
 HERE = Path(__file__).parent
@@ -26,6 +25,8 @@ ROOTS = (
     layouts.Space,
     layouts.Candidate,
     layouts.pareto,
+    layouts.best_to_run,
+    layouts.shown_first,
     layouts.losers,
     layouts.not_told_apart,
     machine_of,
@@ -34,7 +35,7 @@ ROOTS = (
     time.stage_seconds,
 )
 # Classes whose objects the page gets as values.
-RECORDS = (Architecture, Collective, FullySharded, Job, Machine, Parallel, Software, Zero)
+RECORDS = (Architecture, Collective, FullySharded, Job, Machine, Parallel, Software, Zero, layouts.EngineJob)
 # What page.js reads of them, besides fields.
 MEMBERS = (
     "components", "fits", "kind", "limit", "memory", "memory_bytes", "memory_interval", "mfu", "missing", "node_bytes",
@@ -65,15 +66,11 @@ def program(args: argparse.Namespace, gpus: int) -> str:
 
 
 def _models(args: argparse.Namespace) -> dict[str, tuple[Any, ...]]:
-    """By name: a job on one GPU, the stages of ZeRO, the settings that a run must have, and whether it can be run."""
+    """By name: the engines' jobs, the settings that a run must have, and whether it can be run."""
     found: dict[str, tuple[Any, ...]] = {}
     for name in (None, *SETTINGS_PRESETS, *PRESETS):
-        ddp, *zeros = layouts.plans_of_one_gpu(argparse.Namespace(**vars(args) | {"model": name}))
-        job = Job.of_plan(ddp, vocabulary_of(ddp, args.vocabulary))
-        if name in PRESETS:
-            job = replace(job, architecture=PRESETS[name])
-        stages = [Zero.of_config(each.ds_config) for each in zeros]
-        found[name or OWN_SETTINGS] = (job, stages, dict(layouts.given(ddp)), name not in PRESETS)
+        model = layouts.asked_model(argparse.Namespace(**vars(args) | {"model": name}))
+        found[name or OWN_SETTINGS] = (list(model.engines), dict(model.given), model.is_launchable)
     return found
 
 

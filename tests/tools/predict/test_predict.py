@@ -4,7 +4,7 @@ import json
 import os
 import re
 import resource
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -238,7 +238,7 @@ def test_a_gpt_runs_in_deepspeeds_pipeline():
 
 
 def test_models_by_their_published_dimensions(capsys: pytest.CaptureFixture[str]):
-    """Their parameters are the published ones; plan ranks them but does not claim to start them."""
+    """Their parameters are the published ones. The launchers can start GPTs alone, by their sizes."""
     published = {"gpt-1.5b": 1.5, "gpt-8.3b": 8.3, "t5-11b": 11.3, "gpt-13b": 13, "gpt-17b": 17.2, "ul2-20b": 19.6}
     published |= {"gpt-100b": 101, "gpt-170b": 171, "gpt-175b": 175, "t5-v1.1-xxl": 11.1}
     published |= {"t5gemma2-270m": 0.37, "t5gemma2-1b": 1.7, "t5gemma2-4b": 7}
@@ -246,7 +246,7 @@ def test_models_by_their_published_dimensions(capsys: pytest.CaptureFixture[str]
         assert parameters(PRESETS[name]) / 1e9 == pytest.approx(billions, rel=0.05), name
     options = "--device", "h100", "--link", 3200, "--tp", 8, "--model", "gpt-175b", "--json"
     (best, *_) = json.loads(t5bench(capsys, "layouts", "--gpus", 1024, *options)[1])["1024"]
-    assert (best["missing"], best["start"]) == ("no: --model", "")
+    assert best["missing"] == "" and "NUM_LAYERS=96" in best["start"] and "HIDDEN_SIZE=12288" in best["start"]
     assert 0.1 < best["mfu"] < 0.7 and best["tflops"] / 989.4 == pytest.approx(best["mfu"])
     status, _, error = t5bench(capsys, "predict", "--model", "t6", "--device", "h100")
     assert status == 2 and "the model 't6' is unknown" in error
@@ -263,6 +263,70 @@ def test_a_layout_that_does_not_divide_a_published_model_is_listed_with_the_reas
         options = "--device", "h100", "--model", model, "--json"
         found = json.loads(t5bench(capsys, "layouts", "--gpus", 8, *options)[1])["8"]
         assert {one["parallel"]["tensor"] for one in found} == expected
+
+
+def test_a_published_models_own_sizes_are_divided(capsys: pytest.CaptureFixture[str], monkeypatch):
+    """Not those of the launchers' default: 16 stages divide 96 layers, not 24. A T5 of 6 heads is none of theirs."""
+    sizes = {"TENSOR_PARALLEL_SIZE": "8", "PIPELINE_PARALLEL_SIZE": "16", "NNODES": "16", "NPROC_PER_NODE": "8"}
+    for name, size in sizes.items():
+        monkeypatch.setenv(name, size)
+    shown = json.loads(t5bench(capsys, "predict", "--model", "gpt-175b", "--device", "h100", "--json")[1])["rows"]
+    assert [row["strategy"] for row in shown] == ["hybrid", "3d"]
+    for name in sizes:
+        monkeypatch.delenv(name)
+    options = "--device", "h100", "--model", "t5-v1.1-small", "--json"
+    (best, *_) = json.loads(t5bench(capsys, "layouts", "--gpus", 2, *options)[1])["2"]
+    assert (best["missing"], best["start"]) == ("no: --model", "")
+
+
+def test_predict_says_what_only_the_other_engine_has(capsys: pytest.CaptureFixture[str], monkeypatch):
+    needs = r"fsdp2 needs ENGINE=native, and would take [\d.]+ s and [\d.]+ GiB"
+    assert re.search(needs, t5bench(capsys, "predict", "--device", "h100")[1])
+    monkeypatch.setenv("ENGINE", "native")
+    assert not re.search("fsdp2 needs", t5bench(capsys, "predict", "--device", "h100")[1])
+
+
+@pytest.mark.parametrize("family", ["t5", "gpt"])
+def test_every_kind_of_layout_is_ranked_and_its_command_plans_it(capsys, monkeypatch, family: str):
+    """On both engines: what each command says is the layout that was predicted."""
+    monkeypatch.setenv("MODEL_FAMILY", family)
+    options = "--per-node", 4, "--global-batch", 64, "--device", "a100", "--json"
+    found = json.loads(t5bench(capsys, "layouts", "--gpus", 8, *options)[1])["8"]
+    best = {}
+    for candidate in found:
+        best.setdefault((candidate["engine"], candidate["kind"]), candidate)
+    kinds = {kind for _, kind in best}
+    assert kinds >= {"DDP", "TP", "TP + SP", "PP", "PP GPipe", "PP interleaved", "PP zero-bubble", "ZeRO-1", "ZeRO-2"}
+    assert kinds >= {"ZeRO-2 once", "ZeRO-3", "ZeRO-3 once", "ZeRO-3 offload", "FSDP2", "HSDP", "FSDP2 kept"}
+    assert (("megatron", "PP interleaved") in best) == (family == "gpt")
+    for (engine, kind), candidate in best.items():
+        if candidate["missing"]:
+            assert kind.endswith("PP x ZeRO-1") and family == "t5"
+            continue
+        environment, _, launcher = candidate["start"].partition(" bash scripts/run_megatron_t5_")
+        settings = dict(word.split("=") for word in environment.split())
+        node = {"MASTER_ADDR": "node0", "NODE_RANK": "0", "DEVICE": "cuda"}
+        planned = plan(os.environ | settings | node, launcher.split(".sh")[0])
+        fatal = [obstacle.found for obstacle in planned.obstacles if obstacle.fatal]
+        assert planned.layout, (engine, kind, fatal)
+        job = Job.of_plan(planned, 32128)
+        ranked = Parallel(**candidate["parallel"])
+        assert job.parallel.decoder_stage == ranked.decoder_stage
+        assert replace(job.parallel, split_rank=None) == replace(ranked, split_rank=None), (engine, kind)
+        assert asdict(job.zero) == candidate["zero"], (engine, kind)
+        assert (job.engine, job.recompute, job.micro_batch) == (
+            engine,
+            candidate["recompute"],
+            candidate["micro_batch"],
+        )
+        assert (job.fully_sharded is not None) == ("SDP" in kind and kind != "DDP")
+
+
+def test_what_more_nodes_buy(capsys: pytest.CaptureFixture[str]):
+    shown = t5bench(capsys, "layouts", "--gpus", "4,8", "--per-node", 4, "--device", "a100", "--model", "base")[1]
+    table = shown.partition("against 4 GPUs")[2].splitlines()
+    assert [line.split()[:2] for line in table[2:4]] == [["4", "1"], ["8", "2"]]
+    assert " 1.00x " in table[2] and table[2].endswith("100%")
 
 
 def test_an_environment_may_name_the_layout(capsys: pytest.CaptureFixture[str], monkeypatch):
