@@ -202,8 +202,12 @@ def dry_run(planned: Plan, *, as_json: bool) -> int:
 
 def launcher_help(strategy_line: str) -> int:
     _, defaults = values_from(os.environ, declaration(strategy_line))
-    known = [entry for family in ("t5", "gpt") for entry in declarations_of(family) if entry.name in defaults]
-    answer(visible(help_text(list(dict.fromkeys(known)), defaults), "\n") + "\n")
+    known = []
+    for family in ("t5", "gpt"):
+        for entry in declarations_of(family):
+            if entry.name in defaults and entry not in known:
+                known.append(entry)
+    answer(visible(help_text(known, defaults), "\n") + "\n")
     return 0
 
 

@@ -284,5 +284,5 @@ def test_the_baseline_is_judged_by_curves_from_outside(tmp_path: Path):
     curves.write_text(json.dumps({"losses": losses[:2], "norms": norms[:2]}))
     assert "it trained 2 iterations, the baseline logged 3" in outside_verdict(curves, baseline).reasons
     curves.write_text("")
-    with pytest.raises(Problem, match="holds no curves"):
+    with pytest.raises(Problem, match="is empty"):
         outside_verdict(curves, baseline)

@@ -87,7 +87,7 @@ def stop(*_: object) -> None:
 
 def outcome(words: list[str]) -> dict[str, object]:
     began = time.monotonic()
-    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
+    with tempfile.NamedTemporaryFile("w+") as output, tempfile.NamedTemporaryFile("w+") as errors:
         signal.alarm(LIMIT_SECONDS)
         try:
             with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
@@ -100,8 +100,8 @@ def outcome(words: list[str]) -> dict[str, object]:
             signal.alarm(0)
         told = {"words": words, "status": status, "seconds": time.monotonic() - began}
         for name, stream in (("output", output), ("errors", errors)):
-            stream.seek(0)
-            told[name] = stream.read()[-2000:]
+            stream.flush()
+            told[name] = Path(stream.name).read_text()[-20_000:]
     return told
 
 

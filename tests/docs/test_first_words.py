@@ -14,7 +14,11 @@ from support import REPO_ROOT
 
 from t5bench.__main__ import COMMANDS
 
-ANSWERS = {"verify": "^finding: .* cannot be read", "parity": r"FAIL \S+: ", "predict": "is invalid and left out"}
+ANSWERS = {
+    "verify": "^finding: .* cannot be read",
+    "parity": "FAIL .*(holds no record|there is no run directory|cannot be read)",
+    "predict": "is invalid and left out",
+}
 SCRIPTS = sorted(path for path in (REPO_ROOT / "scripts").glob("*.sh") if "common" not in path.name)
 
 
@@ -59,4 +63,4 @@ def test_every_script_explains_itself(script: Path):
     options: dict[str, Any] = {"env": environment(), "capture_output": True, "text": True, "timeout": 60}
     result = subprocess.run(["bash", script, "--help"], check=False, stdin=subprocess.DEVNULL, **options)
     assert result.returncode == 0 and not result.stderr, result.stderr
-    assert f"{script.name}" in result.stdout and len(result.stdout.splitlines()) > 5
+    assert "usage: " in result.stdout.lower() and len(result.stdout.splitlines()) > 5

@@ -266,7 +266,7 @@ def test_a_locale_without_the_dagger(tmp_path: Path):
         (["empty"], "holds no run"),
         (["damaged"], "node0.json cannot be read"),
         (["runs", "--allow", "COLOUR"], "--allow COLOUR is not known"),
-        (["runs", "--peak-tflops", "-3"], "--peak-tflops must be a positive number"),
+        (["runs", "--peak-tflops", "-3"], "--peak-tflops: must be at least"),
         (["runs", "--output", "damaged/node0.json"], "cannot be written"),
         (["runs", "other"], "GLOBAL_BATCH_SIZE: 16 (ddp); 32 (zero1)"),
     ],

@@ -21,15 +21,12 @@ MEANINGS = {
     "position": "stages that hold the positions' table: its gradients",
 }
 MOST = 8  # groups of a kind that are listed
-MOST_RANKS = 1 << 20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, kind in (("tp", "tensor"), ("pp", "pipeline"), ("dp", "data")):
-        parser.add_argument(f"--{name}", type=at_least(1, most=MOST_RANKS), default=1, help=f"{kind}-parallel size")
-    parser.add_argument(
-        "--per-node", type=at_least(1, most=MOST_RANKS), help="GPUs per node (default: all ranks on two nodes)"
-    )
+        parser.add_argument(f"--{name}", type=at_least(1), default=1, help=f"{kind}-parallel size")
+    parser.add_argument("--per-node", type=at_least(1), help="GPUs per node (default: all ranks on two nodes)")
     parser.add_argument("--split-rank", type=int, help="the decoder's first stage (default: half of them)")
     alone = not FAMILIES.get(os.environ.get("MODEL_FAMILY", ""), FAMILIES["t5"]).has_encoder
     parser.add_argument("--decoder-only", action="store_true", default=alone, help="a model without an encoder (GPT)")
@@ -42,8 +39,6 @@ def run(args: argparse.Namespace) -> int:
         problem = f"--split-rank {args.split_rank} leaves no stage for the encoder or the decoder"
         raise Problem(problem, f"It must be more than 0 and less than --pp, which is {args.pp}")
     world = args.tp * args.pp * args.dp
-    if world > MOST_RANKS:
-        raise Problem(f"{world} ranks are more than {MOST_RANKS}", "Lower --tp, --pp or --dp")
     per_node = args.per_node or -(-world // 2)
     if world % per_node:
         raise Problem(f"{world} ranks do not fill nodes of {per_node}", "Choose a --per-node that divides the ranks")
