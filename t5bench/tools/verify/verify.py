@@ -35,7 +35,7 @@ from t5bench.tools.verify.pack import (
 )
 
 _CURVE = re.compile(r'<path d="([^"]*)"[^>]*style="fill: none[^"]*stroke[^"]*"')
-_TEXT = re.compile(r"<text\b[^>]*>([^<]*)</text>")
+_TEXT = re.compile(r"<(?:text|title)\b[^>]*>([^<]*)</(?:text|title)>")
 _NUMBERS = re.compile(r"[\d\s.,:+\u2212\u00d7^%-]*[kMG]?")
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 LEAST_OF_A_CURVE = 6  # numbers: three points; a shorter line is an axis, a tick or an entry of the legend
@@ -44,11 +44,11 @@ ANEW = Path("anew")  # where the comparison is made again
 FIGURES = "comparison.json"
 OWN = (str(CONTENTS), str(RUNS), str(PUBLISHED))
 DEEPEST = 100  # levels of directories in a package: Python looks through them recursively
-# As matplotlib draws: no other element, and no program.
+# As matplotlib draws, with our titles: no other element, and no program. The picture above is ours, the same with each.
 _ATTRIBUTES = r'(?:\s+(?!(?i:on))[\w:-]+="[^"<>]*")*\s*'
-_ELEMENT = rf"</?(?:g|path|text|use|defs|clipPath|rect){_ATTRIBUTES}/?>"
+_ELEMENT = rf"</?(?:g|path|text|title|use|defs|clipPath|rect){_ATTRIBUTES}/?>"
 _STYLE = r'<style type="text/css">\*{[^<>{}]*}</style>'
-_DRAWING = re.compile(rf"<svg{_ATTRIBUTES}>(?:[^<]|{_STYLE}|{_ELEMENT})*</svg>")
+_DRAWING = re.compile(rf"<svg(?=[^<>]*version=){_ATTRIBUTES}>(?:[^<]|{_STYLE}|{_ELEMENT})*</svg>")
 
 
 def unpack(package: Path, root: Path) -> Iterator[str]:

@@ -220,8 +220,14 @@ SEALED: dict[str, tuple[Change, str]] = {
         both(text(PAGE, r'(<path d="M \d+)(?=[^"]*"[^>]*style="fill: none; stroke)', r"\g<1>9", 40),
              value(CONTENTS, "drawn_by", to="1")), "draws other curves from the logs"),
     "a label in a drawing that another matplotlib is said to have drawn": (
-        both(text(PAGE, "(<text[^>]*>)zero1", r"\1zero9"), value(CONTENTS, "drawn_by", to="1")),
+        both(text(PAGE, "(<text style[^>]*>)zero1", r"\1zero9"), value(CONTENTS, "drawn_by", to="1")),
         "drawing 1 says 'zero9', which does not follow"),
+    "a title in a drawing that another matplotlib is said to have drawn": (
+        both(text(PAGE, "(<g data-row=[^>]*><title>)zero1", r"\1zero9"), value(CONTENTS, "drawn_by", to="1")),
+        "drawing 1 says 'zero9: .*', which does not follow"),
+    "a bar of the picture that another matplotlib is said to have drawn": (
+        both(text(PAGE, r'(y="22" width=")\d+', r"\g<1>9"), value(CONTENTS, "drawn_by", to="1")),
+        "index.html line .* does not follow"),
     "the list of runs in another order": (
         value(LIST, "runs", to=["repeat1/zero1", "repeat1/ddp", "repeat1/zero3", "repeat1/hybrid"]),
         "lists repeat1/zero1 before repeat1/ddp, which started before it"),
