@@ -13,12 +13,14 @@ from pathlib import Path
 AT_A_TIME = 2
 LONGEST_SECONDS = 1800
 ENGINE = Path.home() / ".cache" / "t5-parallelism" / "Megatron-DeepSpeed"
+# A shell's background ignores these signals, and bash can catch no signal that it inherits as ignored.
+BEGINNING = ("nice", "-n", "10", "env", "--default-signal=HUP,INT,QUIT")
 # Of any program; what else varies in a part is that part's to name.
 VARYING = (
     (r"\b[0-9a-f]{40}\b", "<commit>"),
     (r"\b\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d([.,]\d+)?(Z|[+-]\d\d:\d\d)?", "<time>"),
     (r"\b20\d{6}-\d{6}\b", "<time>"),
-    (r"\(process \d+", "(process <pid>"),
+    (r"\(process \d+(, \d+)?", "(process <pid>"),
 )
 
 
@@ -81,7 +83,7 @@ class Look:
 
     def run(self, *command: str, has_own_network: bool = True, **settings: str) -> subprocess.CompletedProcess[str]:
         """The program's end, with low priority, started in the checkout."""
-        words = ["nice", "-n", "10", *(own_network() if has_own_network else []), *command]
+        words = [*BEGINNING, *(own_network() if has_own_network else []), *command]
         where = {"cwd": self.tree, "env": self.environment(**settings), "timeout": LONGEST_SECONDS}
         return subprocess.run(words, **where, capture_output=True, text=True, check=False)
 
