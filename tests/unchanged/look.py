@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -55,11 +56,11 @@ class Look:
     """A directory that is removed at the end."""
 
     def __post_init__(self) -> None:
-        """What PyTorch compiled for the user stays compiled, although the programs have another home directory."""
+        """What PyTorch compiled for the user need not be compiled again, although the programs have another home
+        directory. It is copied, because a compilation that goes on elsewhere would hold them up."""
         compiled = Path.home() / ".cache" / "torch_extensions"
         if compiled.is_dir():
-            (self.scratch / ".cache").mkdir()
-            (self.scratch / ".cache" / compiled.name).symlink_to(compiled)
+            shutil.copytree(compiled, self.scratch / ".cache" / compiled.name, ignore=shutil.ignore_patterns("*lock"))
 
     @property
     def made(self) -> Path:
