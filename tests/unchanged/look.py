@@ -19,6 +19,7 @@ BEGINNING = ("nice", "-n", "10", "env", "--default-signal=HUP,INT,QUIT")
 # Of any program; what else varies in a part is that part's to name.
 VARYING = (
     (r"\b[0-9a-f]{40}\b", "<commit>"),
+    (r"\b[0-9a-f]{32}\b", "<unique>"),
     (r"\b\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d([.,]\d+)?(Z|[+-]\d\d:\d\d)?", "<time>"),
     (r"\b20\d{6}-\d{6}\b", "<time>"),
     (r"\(process \d+(, \d+)?", "(process <pid>"),
