@@ -20,7 +20,7 @@ FAMILIES = ("t5", "gpt")
 
 def help_texts(look: Look) -> Texts:
     listed = look.run(*look.t5bench("--help")).stdout
-    commands = re.findall(r"^    ([a-z][a-z-]+)\b", listed, re.MULTILINE)
+    commands = re.findall(r"^ {2,4}([a-z][a-z-]+)(?: {2}|$)", listed, re.MULTILINE)
     questions = [Question("commands.txt", look.t5bench("--help"))]
     for command in commands:
         questions.append(Question(f"{command}.txt", look.t5bench(command, "--help")))
