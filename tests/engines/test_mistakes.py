@@ -16,6 +16,7 @@ from typing import NamedTuple
 import pytest
 from real_runs import GATE, environment, make_clone, verdicts
 from support import REPO_ROOT
+from warm_python import warm_python
 
 from t5bench.compare.parity import gate
 from t5bench.plan.ports import free_port
@@ -61,6 +62,7 @@ class Planter:
         self.engine = directory / "Megatron-DeepSpeed"
         shutil.copytree(gpt["MEGATRON_DIR"], self.engine, ignore=shutil.ignore_patterns(".git"))
         self.settings = GATE | {"MEGATRON_DATA_DIR": str(data), "MEGATRON_DIR": str(self.engine)}
+        self.settings["PYTHON"] = warm_python()
         self.of_engine = {name: {"ENGINE": name} for name in ("native", "megatron")}
         self.of_engine["native-sequence"] = {"ENGINE": "native", "SEQUENCE_PARALLEL": "1"}
         self.of_engine["native-gpt"] = gpt | {"ENGINE": "native"}

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 from real_runs import environment, make_clone, verdicts
 from support import REPO_ROOT
+from warm_python import warm_python
 
 from t5bench.compare.sensitivity import read
 from t5bench.record.records import load
@@ -20,7 +21,8 @@ from t5bench.sweep.launch import PlannedRun
 def gate(*strategies: str, root: Path = REPO_ROOT, **settings: str) -> subprocess.CompletedProcess[str]:
     """scripts/check_parity.sh with the native engine, from a directory that is not the project's."""
     words = ["bash", str(root / "scripts" / "check_parity.sh"), *strategies]
-    where = {"env": environment(DEVICE="cpu", ENGINE="native") | settings, "cwd": root.parent}
+    chosen = environment(DEVICE="cpu", ENGINE="native", PYTHON=warm_python()) | settings
+    where = {"env": chosen, "cwd": root.parent}
     return subprocess.run(words, **where, capture_output=True, text=True, timeout=300, check=False)
 
 
