@@ -120,8 +120,6 @@ ZERO: Options = {
     "stage3_use_all_reduce_for_fetch_params": at_default(False, OTHER_TRAFFIC),
     "stage3_allgather_sequential": at_default(False, OTHER_TRAFFIC),
     "zero_hpz_partition_size": at_default(1, OTHER_TRAFFIC),
-    "mics_shard_size": at_default(-1, OTHER_TRAFFIC),
-    "mics_hierarchical_params_gather": at_default(False, OTHER_TRAFFIC),
     "zero_quantized_weights": at_default(False, "weights would be rounded before they are sent"),
     "zero_quantized_nontrainable_weights": at_default(False, "weights would be rounded before they are sent"),
     "zero_quantized_gradients": at_default(False, "gradients would be rounded before they are added"),

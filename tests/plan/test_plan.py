@@ -401,8 +401,11 @@ def test_zero_may_reduce_once(making, monkeypatch: pytest.MonkeyPatch):
 
 ZERO = {"stage": 2, "overlap_comm": False}
 JSONS = {
-    "too many": ({"zero_optimization": ZERO, "optimizer": {"type": "Adam"}}, "optimizer would have no effect"),
-    "wrong": ({"zero_optimization": ZERO | {"contiguous_gradients": False}}, "no effect or change what is trained"),
+    "too many": ({"zero_optimization": ZERO, "optimizer": {"type": "Adam"}}, "optimizer must be left out"),
+    "wrong": (
+        {"zero_optimization": ZERO | {"contiguous_gradients": False}},
+        "contiguous_gradients must be true, its default",
+    ),
     "a wrong stage": ({"zero_optimization": ZERO | {"offload_param": {"device": "cpu"}}}, "offload_param needs ZeRO"),
     "a disk": ({"zero_optimization": ZERO | {"offload_optimizer": {"device": "nvme"}}}, 'found "nvme"'),
     "from settings": ({"zero_optimization": ZERO, "train_batch_size": 3}, "come from the settings"),
