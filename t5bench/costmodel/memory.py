@@ -9,6 +9,7 @@ import bisect
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from math import prod
 
 from t5bench.costmodel import buckets
@@ -99,10 +100,16 @@ def _slack_of_states(job: Job, stage: int) -> int:
     sizes: list[int] = []
     for group in tensors(job.architecture, job.parallel, stage).values():
         sizes += group
+    return _slack_of_tensors(tuple(sizes), job.moments)
+
+
+@lru_cache(maxsize=1024)  # layouts share their stages
+def _slack_of_tensors(sizes: tuple[int, ...], widths: tuple[int, ...]) -> int:
+    """sizes: elements of each parameter. widths: bytes of an element of each of the optimizer's moments."""
     weights = [2 * size for size in sizes]
     gradients = [4 * sum(sizes)]
     masters = [4 * size for size in sizes]
-    moments = [width * size for size in sizes for width in job.moments]
+    moments = [width * size for size in sizes for width in widths]
     return slack([*weights, *gradients, *masters, *moments])
 
 

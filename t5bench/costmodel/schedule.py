@@ -6,7 +6,6 @@ all forwards before all backwards: Huang et al. (https://arxiv.org/abs/1811.0696
 1F1B with backward passes in two steps: Qi et al. (https://arxiv.org/abs/2401.10241, section 2.1).
 """
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -54,9 +53,10 @@ def puts_off_weights(stage: int, kind: str) -> bool:
     return kind == ZERO_BUBBLE and stage > 0
 
 
+@lru_cache(maxsize=4096)
 def order(
     stage: int, stages: int, micro_batches: int, chunks: int = 1, kind: str = ONE_F_ONE_B
-) -> list[tuple[str, int, int]]:
+) -> tuple[tuple[str, int, int], ...]:
     """What a stage does, in order: (way, micro-batch, chunk). kind: one of SCHEDULES; chunks decide on interleaving.
 
     Ways: "F" is a forward pass and "B" a backward pass. Under the zero-bubble schedule "B" leaves out the gradients of
@@ -89,7 +89,7 @@ def order(
             steps.append(step("W", k - stage))
     if kind == ZERO_BUBBLE:
         steps += [step("W", k) for k in range(max(0, total - stage), total)]
-    return steps
+    return tuple(steps)
 
 
 class Step(NamedTuple):
@@ -146,40 +146,71 @@ def one_f_one_b(
     weights, which the zero-bubble schedule needs.
     """
     stages = len(forward)
-    last = stages * chunks - 1
-    queues = [deque(order(stage, stages, micro_batches, chunks, kind)) for stage in range(stages)]
-    free = [0.0] * stages  # when each stage has ended its last slot
+    orders = [order(stage, stages, micro_batches, chunks, kind) for stage in range(stages)]
+    seconds_of_step = [_step_seconds(stage, forward, backward, chunks, kind, weights) for stage in range(stages)]
     slots: list[Slot] = []
+    for stage, ends in enumerate(_ends(orders, seconds_of_step, transfer, chunks)):
+        for (way, micro_batch, chunk), end in zip(orders[stage], ends, strict=True):
+            slots.append(Slot(stage, way, micro_batch, chunk, end - seconds_of_step[stage][way], end))
+    return sorted(slots, key=lambda slot: (slot.start, slot.stage))
+
+
+def _step_seconds(
+    stage: int,
+    forward: Sequence[float],
+    backward: Sequence[float],
+    chunks: int,
+    kind: str,
+    weights: Sequence[float],
+) -> dict[str, float]:
+    """The seconds of a step of a stage by its way."""
+    if kind != ZERO_BUBBLE:
+        return {"F": forward[stage] / chunks, "B": backward[stage] / chunks}
+    of_inputs = backward[stage] - weights[stage]
+    return {"F": forward[stage] / chunks, "B": of_inputs / chunks, "W": weights[stage] / chunks}
+
+
+def _ends(
+    orders: Sequence[Sequence[tuple[str, int, int]]],
+    seconds_of_step: Sequence[dict[str, float]],
+    transfer: float,
+    chunks: int,
+) -> list[list[float]]:
+    """For each stage, when each of its steps ends, in their order.
+
+    A step waits for the stage's previous one and, but "W", for the same micro-batch's step in the chunk before it.
+    """
+    stages = len(orders)
+    last = stages * chunks - 1
+    ends: list[list[float]] = [[] for _ in range(stages)]
+    arrivals: dict[tuple[int, int], float] = {}  # when what a step needs is there, by micro-batch and step
+    free = [0.0] * stages  # when each stage has ended its last step
     ready = list(range(stages))
-    ends: dict[tuple[int, int], float] = {}
     while ready:
         stage = ready.pop()
-        while queues[stage]:
-            way, micro_batch, chunk = queues[stage][0]
-            if way == "W":  # after its own "B", and nobody waits for it
-                start = free[stage]
-                free[stage] = start + weights[stage] / chunks
-                slots.append(Slot(stage, way, micro_batch, chunk, start, free[stage]))
-                queues[stage].popleft()
-                continue
-            place = chunk * stages + stage  # the chunk's place among all chunks of the model
-            step = place if way == "F" else 2 * last + 1 - place  # on the micro-batch's way through them and back
-            if step and (micro_batch, step - 1) not in ends:
-                break
-            arrives = 0.0
-            if step:
-                turns_back = step == last + 1  # the last chunk's backward pass follows its own forward pass
-                arrives = ends[micro_batch, step - 1] + (0.0 if turns_back else transfer)
-            start = max(free[stage], arrives)
-            seconds = forward[stage] if way == "F" else backward[stage]
-            if way == "B" and kind == ZERO_BUBBLE:
-                seconds -= weights[stage]
-            free[stage] = start + seconds / chunks
-            ends[micro_batch, step] = free[stage]
-            slots.append(Slot(stage, way, micro_batch, chunk, start, free[stage]))
-            queues[stage].popleft()
-            ready.extend({(stage + 1) % stages, (stage - 1) % stages} - {stage})
-    return sorted(slots, key=lambda slot: (slot.start, slot.stage))
+        seconds = seconds_of_step[stage]
+        own = ends[stage]
+        end = free[stage]
+        done = len(own)
+        for way, micro_batch, chunk in orders[stage][done:]:
+            if way != "W":
+                place = chunk * stages + stage  # the chunk's place among all chunks of the model
+                step = place if way == "F" else 2 * last + 1 - place  # on the micro-batch's way through them and back
+                if step:
+                    arrives = arrivals.get((micro_batch, step))
+                    if arrives is None:
+                        break
+                    end = max(end, arrives)
+            end += seconds[way]
+            own.append(end)
+            if way != "W":
+                turns_back = step == last  # the last chunk's backward pass follows its own forward pass
+                arrivals[micro_batch, step + 1] = end if turns_back else end + transfer
+        free[stage] = end
+        if len(own) > done:
+            ready.append((stage + 1) % stages)
+            ready.append((stage - 1) % stages)
+    return ends
 
 
 def duration(
@@ -198,8 +229,11 @@ def duration(
     few = 4 * stages + micro_batches % stages
     more = few + stages
 
+    seconds_of_step = [_step_seconds(stage, forward, backward, chunks, kind, weights) for stage in range(stages)]
+
     def end(simulated: int) -> float:
-        return max(slot.end for slot in one_f_one_b(forward, backward, simulated, transfer, chunks, kind, weights))
+        orders = [order(stage, stages, simulated, chunks, kind) for stage in range(stages)]
+        return max(ends[-1] for ends in _ends(orders, seconds_of_step, transfer, chunks))
 
     if micro_batches <= more:
         return end(micro_batches)

@@ -45,7 +45,8 @@ class Collective:
     stages: tuple[int, ...] = ()
 
 
-def collectives_of(job: Job) -> list[Collective]:
+@lru_cache(maxsize=16384)
+def collectives_of(job: Job) -> Sequence[Collective]:
     """All collectives of an iteration, except those in groups of one rank."""
     stages_by_collective: dict[Collective, list[int]] = {}
     for stage in range(job.parallel.pipeline):
@@ -59,7 +60,7 @@ def collectives_of(job: Job) -> list[Collective]:
                 counts[kind] += collective.count
         for collective, count in counts.items():
             stages_by_collective.setdefault(replace(collective, count=count), []).append(stage)
-    return [replace(collective, stages=tuple(stages)) for collective, stages in stages_by_collective.items()]
+    return tuple(replace(collective, stages=tuple(stages)) for collective, stages in stages_by_collective.items())
 
 
 def large_tensors(job: Job, stage: int) -> int:

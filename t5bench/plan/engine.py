@@ -125,13 +125,15 @@ def _is_imported(folder: Path, own: Mapping[str, str]) -> bool:
     installed = util.find_spec(name)
     has_no_init = installed is None or installed.origin is None
     is_installed = installed is not None and any(
-        not _is_in(REPOSITORY, path) for path in installed.submodule_search_locations or ()
+        not _is_of_this_repository(path) for path in installed.submodule_search_locations or ()
     )
     return has_no_init and (is_installed or name in IMPORTED_IF_THERE)
 
 
-def _is_in(directory: Path, path: str) -> bool:
-    return Path(path).resolve().is_relative_to(directory)
+def _is_of_this_repository(place: str | Path) -> bool:
+    """Whether a module is this repository's own; the environment in its .venv holds others'."""
+    path = Path(place).resolve()
+    return path.is_relative_to(REPOSITORY) and not path.is_relative_to(Path(sys.prefix).resolve())
 
 
 def _is_another_module(name: str) -> bool:
@@ -139,7 +141,7 @@ def _is_another_module(name: str) -> bool:
     if name in sys.stdlib_module_names or name in IMPORTED_IF_THERE:
         return True
     installed = util.find_spec(name)
-    return installed is not None and not _is_in(REPOSITORY, installed.origin or str(REPOSITORY))
+    return installed is not None and not _is_of_this_repository(installed.origin or REPOSITORY)
 
 
 def check_engine(draft: Draft, directory: Path, device: str, gpus_shared: bool) -> str:

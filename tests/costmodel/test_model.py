@@ -115,7 +115,7 @@ def test_the_zero_bubble_schedule():
         assert share == pytest.approx(waiting / (working + waiting))
         for stage in range(p):
             done = order(stage, p, m, kind=ZERO_BUBBLE)
-            assert [step for step in done if step[0] != "W"] == order(stage, p, m), "1F1B but for the weights"
+            assert tuple(step for step in done if step[0] != "W") == order(stage, p, m), "1F1B but for the weights"
             assert all(done.index(("B", k, 0)) < done.index(("W", k, 0)) for k in range(m)) and len(done) == 3 * m
             found = steps(stage, p, 100, kind=ZERO_BUBBLE)
             assert max(sum(step.kept) for step in found) == p - stage

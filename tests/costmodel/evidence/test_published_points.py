@@ -116,7 +116,7 @@ def test_unreadable_or_unpredictable_points_are_reported(tmp_path, capsys, chang
 
 
 def test_a_file_that_holds_no_points(tmp_path: Path):
-    for content, said in ((b"{", "cannot read"), (b"{}", "holds no list")):
+    for content, said in ((b"{", "cannot be read"), (b"{}", "holds no list")):
         (tmp_path / "points.json").write_bytes(content)
         with pytest.raises(Problem, match=said):
             points.read(tmp_path / "points.json")
