@@ -87,7 +87,7 @@ parse_arguments() {
       --dry-run) DRY_RUN=dry-run ;;
       --dry-run=json) DRY_RUN=json ;;
       -h | --help)
-        print_usage || true # head may have closed the pipe
+        print_usage "${@:2:1}" || true # head may have closed the pipe
         exit
         ;;
       --)

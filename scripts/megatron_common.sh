@@ -52,7 +52,8 @@ Run this on every node, with the master's host name and the node's rank. One mac
                    stop a real run
   --dry-run=json   print the whole plan, for programs
   --               pass everything after it to the engine unchanged
+  --help all       show every setting
 
 HELP
-  print_help help "$declaration"
+  print_help help "$declaration" "$@"
 }

@@ -3,7 +3,7 @@
     python -m t5bench.plan DIRECTORY launch DECLARATION LAUNCHER -- ...   prepares a run, prints the file of its command
     python -m t5bench.plan DIRECTORY dry-run DECLARATION -- ...           prints the command as a script
     python -m t5bench.plan DIRECTORY json DECLARATION -- ...              prints the whole plan, for programs
-    python -m t5bench.plan DIRECTORY help DECLARATION                     prints a launcher's settings
+    python -m t5bench.plan DIRECTORY help DECLARATION [all]               prints a launcher's settings
     python -m t5bench.plan DIRECTORY script NAME                          prints a script's settings as assignments
     python -m t5bench.plan DIRECTORY script-help NAME                     prints a script's settings for people
 
@@ -28,7 +28,7 @@ from t5bench.plan.interpreter import needs_link, path_of_programs, plain_link
 from t5bench.plan.launchers import declaration
 from t5bench.plan.planner import plan
 from t5bench.plan.scripts import SCRIPTS, script_defaults, script_values
-from t5bench.plan.settings import help_lines, help_text, values_from
+from t5bench.plan.settings import full_help, help_lines, short_help, values_from
 from t5bench.record.command import script
 from t5bench.record.plan import Plan
 from t5bench.record.settings import DEFAULT_TOKENIZER, declarations_of
@@ -200,14 +200,19 @@ def dry_run(planned: Plan, *, as_json: bool) -> int:
     return 0 if goes_on else EXIT_CONFIGURATION
 
 
-def launcher_help(strategy_line: str) -> int:
-    _, defaults = values_from(os.environ, declaration(strategy_line))
-    known = []
-    for family in ("t5", "gpt"):
-        for entry in declarations_of(family):
-            if entry.name in defaults and entry not in known:
-                known.append(entry)
-    answer(visible(help_text(known, defaults), "\n") + "\n")
+def launcher_help(strategy_line: str, *, shows_all: bool) -> int:
+    strategy = declaration(strategy_line)
+    _, defaults = values_from(os.environ, strategy)
+    if shows_all:
+        known = []
+        for family in ("t5", "gpt"):
+            for entry in declarations_of(family):
+                if entry.name in defaults and entry not in known:
+                    known.append(entry)
+        text = full_help(known, defaults)
+    else:
+        text = short_help(strategy, defaults)
+    answer(visible(text, "\n") + "\n")
     return 0
 
 
@@ -228,7 +233,7 @@ def main(words: Sequence[str]) -> int:
     directory, task, subject, *rest = words
     match task:
         case "help":
-            return launcher_help(subject)
+            return launcher_help(subject, shows_all=rest == ["all"])
         case "script":
             return script_settings(subject, directory)
         case "script-help":

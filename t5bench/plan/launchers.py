@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
-from t5bench import REPOSITORY, Problem
+from t5bench import REPOSITORY, Problem, note
 from t5bench.record.plan import Plan, Strategy
-from t5bench.record.settings import MODEL_FAMILIES
+from t5bench.record.settings import DEFAULT_FAMILY, MODEL_FAMILIES
 
 EVERYTHING = "all"  # a sweep, not a strategy
 # For a run on this machine only, whatever the environment or SLURM says of other nodes.
@@ -33,9 +33,36 @@ def declarations(family: str = "") -> list[Strategy]:
 
     family: by default the environment's MODEL_FAMILY. Those that the environment's ENGINE lacks are left out.
     """
-    family = family or os.environ.get("MODEL_FAMILY") or "t5"
-    engine = os.environ.get("ENGINE") or ENGINES[0]
+    family = family or _chosen_family()
+    engine = _chosen_engine()
     return [each for each in all_declarations() if family in each.families and engine in each.engines]
+
+
+def _chosen_family() -> str:
+    return os.environ.get("MODEL_FAMILY") or DEFAULT_FAMILY
+
+
+def _chosen_engine() -> str:
+    return os.environ.get("ENGINE") or ENGINES[0]
+
+
+def left_out() -> dict[str, str]:
+    """The strategies that the environment's engine or model family lacks, and the setting that each needs."""
+    family = _chosen_family()
+    engine = _chosen_engine()
+    needs: dict[str, str] = {}
+    for strategy in all_declarations():
+        if family not in strategy.families:
+            needs[strategy.name] = f"MODEL_FAMILY={strategy.families[0]}"
+        elif engine not in strategy.engines:
+            needs[strategy.name] = f"ENGINE={strategy.engines[0]}"
+    return needs
+
+
+def tell_left_out() -> None:
+    reasons = [f"{name} (needs {setting})" for name, setting in left_out().items()]
+    if reasons:
+        note(f"Left out: {', '.join(reasons)}")
 
 
 @cache
@@ -93,6 +120,7 @@ def accepted(plan: Plan) -> Plan:
 
 
 def run(_: object) -> int:
-    """Prints all names: ``python -m t5bench strategies``."""
+    """Prints all names, and on standard error which are left out: ``python -m t5bench strategies``."""
+    tell_left_out()
     print("\n".join(strategy.name for strategy in declarations()))
     return 0

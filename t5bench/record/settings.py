@@ -43,13 +43,12 @@ class Role:
 
 
 RoleName: TypeAlias = Literal["model", "recipe", "load", "method", "layout", "place", "watch", "label"]
-# In the order of --help.
+COMPARED_HEADING = "The model, its data and its processes: only runs with equal values are compared"
+# In the order of --help, where roles with one heading are one group.
 ROLES: Mapping[str, Role] = {
-    "model": Role(
-        "The model and its data: only runs with equal values are compared", compared=True, trains=True, kept=True
-    ),
+    "model": Role(COMPARED_HEADING, compared=True, trains=True, kept=True),
     "recipe": Role("Recipe (changes the loss curve)", trains=True, kept=True, told=True),
-    "load": Role("The load per process: only runs with equal values are compared", compared=True, kept=True),
+    "load": Role(COMPARED_HEADING, compared=True, kept=True),
     "method": Role("Method (same loss, different cost)", kept=True, told=True),
     "layout": Role("Processes and devices"),
     "place": Role("Hosts and paths, which may differ between nodes", local=True),
@@ -271,10 +270,10 @@ TABLE: Sequence[Declaration] = (
 
     Declaration("HOSTS", _OPTIONAL_TEXT, "place", "", "", "Node host names in rank order, separated by spaces (unset: SLURM's nodes, or only this host)"),
     Declaration("NNODES", _OPTIONAL_WHOLE, "layout", "", "", "Number of nodes (unset: from HOSTS or SLURM; 2 if only a master is given)"),
-    Declaration("NPROC_PER_NODE", _OPTIONAL_WHOLE, "layout", "", "{gpus_per_node}", "Processes per node (unset: TP x PP in all and at least 2, but 1 if TP x PP is 1 and there is one GPU); GPUS_PER_NODE also works"),
+    Declaration("NPROC_PER_NODE", _OPTIONAL_WHOLE, "layout", "", "{gpus_per_node}", "Processes per node (unset: TP x PP in all, at least 2; without TP and PP, 1 on a node with one GPU). Alias: GPUS_PER_NODE"),
     Declaration("MASTER_PORT", Whole(1, 65535), "layout", "", "{port}", "torchrun rendezvous port"),
     Declaration("DEVICE", OneOf(("auto", "cuda", "cpu")), "layout", "", "auto", "auto, cuda or cpu; auto uses GPUs if there are any"),
-    Declaration("SHARE_GPUS", _ON_OFF, "load", "", "0", "1 lets several processes share a GPU over gloo: valid results, meaningless timings (not with ZeRO)"),
+    Declaration("SHARE_GPUS", _ON_OFF, "load", "", "0", "1: several processes share one GPU (gloo). For checks, not for timing; not with ZeRO or FSDP2"),
     Declaration("ENGINE", OneOf(("megatron", "native")), "layout", "", "megatron", "megatron (patched Megatron-DeepSpeed) or native (the engine in native/)"),
     Declaration("MEGATRON_DIR", FilePath(), "place", "", "{repository}/../Megatron-DeepSpeed", "Path to your Megatron-DeepSpeed checkout"),
     Declaration("MEGATRON_DATA_DIR", FilePath(), "place", "", "{family_data}", "Directory containing indexed dataset files"),
@@ -297,18 +296,18 @@ TABLE: Sequence[Declaration] = (
     Declaration("MICRO_BATCH_SIZE", Whole(1), "model", "--micro-batch-size", "1", "Per-GPU micro-batch size"),
     Declaration("PRECISION_FLAG", OneOf(PRECISIONS, optional=True), "model", "=", "--bf16", "--bf16, --fp16, or empty for fp32"),
     Declaration("FLASH_ATTENTION", OneOf(("auto", "on", "off")), "method", "", "auto", "auto, on or off: for the decoder's self-attention, on CUDA in bf16 or fp16"),
-    Declaration("GRADIENT_REDUCTION", OneOf(("default", "fp32")), "method", "", "default", "default, or fp32: ZeRO also reduces gradients in fp32, as DDP does, instead of the training precision"),
-    Declaration("ZERO_REDUCE_ONCE", _ON_OFF, "method", "", "0", "ZeRO-2 and ZeRO-3: 1 adds up whole gradients and reduces them once an iteration, 0 reduces them in every micro-batch (1 needs ENGINE=native)"),
-    Declaration("OVERLAP_COMM", OneOf(("default", "on", "off")), "method", "", "default", "default, on or off: ZeRO communicates while it computes (default: as the strategy's JSON says; on has hung on GPUs)"),
+    Declaration("GRADIENT_REDUCTION", OneOf(("default", "fp32")), "method", "", "default", "ZeRO reduces gradients in the training precision (default), or in fp32 as DDP does (fp32)"),
+    Declaration("ZERO_REDUCE_ONCE", _ON_OFF, "method", "", "0", "ZeRO-2 and ZeRO-3 reduce gradients in every micro-batch (0), or add them up and reduce once an iteration (1, needs ENGINE=native)"),
+    Declaration("OVERLAP_COMM", OneOf(("default", "on", "off")), "method", "", "default", "ZeRO communicates while it computes: on, off, or as the strategy's JSON says (default). On has hung on GPUs"),
     Declaration("CUDA_DEVICE_MAX_CONNECTIONS", Whole(1, 32), "method", "", "1", "Hardware queues of a GPU; 1 keeps the order in which kernels are launched, more may overlap communication with computing"),
-    Declaration("RECOMPUTE", OneOf(("none", "selective", "full")), "method", "", "none", "none, selective (attention) or full (layers): recompute activations in the backward pass"),
-    Declaration("PIPELINE_SCHEDULE", OneOf(SCHEDULES), "method", "", ONE_F_ONE_B, "1f1b, gpipe (all forward passes first), interleaved (several parts of the model on each stage) or zero-bubble (gradients of weights are computed while a stage would wait): the order in which a pipeline's stages take micro-batches (gpipe, zero-bubble, and interleaved T5, need ENGINE=native)"),
+    Declaration("RECOMPUTE", OneOf(("none", "selective", "full")), "method", "", "none", "Recompute activations in the backward pass: none, selective (attention) or full (layers)"),
+    Declaration("PIPELINE_SCHEDULE", OneOf(SCHEDULES), "method", "", ONE_F_ONE_B, "Order of a pipeline's micro-batches: 1f1b, gpipe, interleaved or zero-bubble (docs/glossary.md). ENGINE=megatron has 1f1b, and interleaved for GPT"),
     Declaration("VIRTUAL_PIPELINE_STAGES", Whole(2), "method", "", "2", "Parts of the model on each stage under PIPELINE_SCHEDULE=interleaved"),
-    Declaration("FSDP_KEEP_PARAMETERS", _ON_OFF, "method", "", "0", "FSDP2: 1 gathers parameters once an iteration and keeps them until its end, as ZeRO-2 does; 0 gathers each layer when it computes"),
-    Declaration("FSDP_SHARD_SIZE", Whole(0), "method", "", "0", "FSDP2: number of processes that share one copy of the states; each such group has its own (HSDP); 0: all data-parallel processes share one"),
-    Declaration("TENSOR_PARALLEL_SIZE", Whole(1), "layout", "--tensor-model-parallel-size", "{tp}", "Tensor-parallel size, for strategies with tensor parallelism"),
-    Declaration("SEQUENCE_PARALLEL", _ON_OFF, "method", "", "0", "1 also divides the tokens between layers among the tensor-parallel processes (needs tensor parallelism and ENGINE=native)"),
-    Declaration("PIPELINE_PARALLEL_SIZE", Whole(1), "layout", "--pipeline-model-parallel-size", "{pp}", "Pipeline-parallel size, for strategies with pipeline parallelism"),
+    Declaration("FSDP_KEEP_PARAMETERS", _ON_OFF, "method", "", "0", "FSDP2 gathers each layer's parameters when it computes (0), or all once an iteration and keeps them, as ZeRO-2 does (1)"),
+    Declaration("FSDP_SHARD_SIZE", Whole(0), "method", "", "0", "HSDP: number of processes that share one copy of the states (0: all data-parallel processes)"),
+    Declaration("TENSOR_PARALLEL_SIZE", Whole(1), "layout", "--tensor-model-parallel-size", "{tp}", "Tensor-parallel size"),
+    Declaration("SEQUENCE_PARALLEL", _ON_OFF, "method", "", "0", "1 also divides the tokens between tensor-parallel layers (needs ENGINE=native)"),
+    Declaration("PIPELINE_PARALLEL_SIZE", Whole(1), "layout", "--pipeline-model-parallel-size", "{pp}", "Pipeline-parallel size"),
 
     Declaration("TRAIN_ITERS", Whole(1), "recipe", "--train-iters", "1000", "Total training iterations"),
     Declaration("RAMPUP_BATCH_SIZE", _OPTIONAL_TEXT, "recipe", "", "", "Three numbers, START STEP SAMPLES: the batch grows from START in steps of STEP over SAMPLES samples; the run has TRAIN_ITERS x GLOBAL_BATCH_SIZE samples"),
@@ -321,13 +320,13 @@ TABLE: Sequence[Declaration] = (
     Declaration("LOG_INTERVAL", Whole(1), "recipe", "--log-interval", "20", "Iterations between log lines; each shows the mean loss since the previous one"),
 
     Declaration("EVAL_ONLY", _ON_OFF, "watch", "", "0", "1 only evaluates the newest intact checkpoint in OUTPUT_DIR; the record goes to OUTPUT_DIR/evaluation"),
-    Declaration("EVAL_ITERS", Whole(0), "watch", "--eval-iters", "0", "Validation batches per evaluation; 0 turns evaluation off, as a benchmark should"),
+    Declaration("EVAL_ITERS", Whole(0), "watch", "--eval-iters", "0", "Validation batches per evaluation (0: no evaluation)"),
     Declaration("EVAL_INTERVAL", Whole(1), "watch", "--eval-interval", "1000", "Iterations between evaluations"),
-    Declaration("SAVE_INTERVAL", Whole(0), "watch", "", "0", "Iterations between checkpoints; 0 saves none"),
-    Declaration("PROFILE_ITERATION", Whole(0), "watch", "", "0", "Iteration to profile; profile.json shows where its time went; 0 profiles none"),
+    Declaration("SAVE_INTERVAL", Whole(0), "watch", "", "0", "Iterations between checkpoints (0: none)"),
+    Declaration("PROFILE_ITERATION", Whole(0), "watch", "", "0", "Iteration to profile (0: none); t5bench explain shows where its time went"),
     Declaration("SAMPLE_INTERVAL", Decimal(0.01), "watch", "", "2", "Seconds between samples of the GPUs and the network counters"),
     Declaration("PEAK_TFLOPS", Decimal(optional=True), "watch", "", "", "The GPU's dense peak TFLOP/s, for the MFU (unset: looked up by the GPU's name)"),
-    Declaration("WATCHDOG_SECONDS", Whole(0), "watch", "", "3600", "Seconds without a batch read or an update after which a run is stopped and every worker's stack logged; 0: never"),
+    Declaration("WATCHDOG_SECONDS", Whole(0), "watch", "", "3600", "Stop a run that makes no progress for this many seconds, and log every worker's stack (0: never)"),
     Declaration("RENDEZVOUS_TIMEOUT", Whole(1), "watch", "", "600", "Seconds that a node waits for the others"),
     Declaration("DISTRIBUTED_TIMEOUT_MINUTES", Whole(1), "watch", "--distributed-timeout-minutes", "10", "Minutes after which a stuck collective ends the run"),
 

@@ -365,7 +365,11 @@ def choose(names: Sequence[str]) -> list[str]:
     """These strategies without repetitions; by default all. Raises Problem."""
     known = [strategy.name for strategy in launchers.declarations()]
     for name in names:
-        if with_size(name)[0] not in known:
+        strategy = with_size(name)[0]
+        needed = launchers.left_out().get(strategy)
+        if needed:
+            raise Problem(f"{strategy} needs {needed}", f"Set it for all, or choose from: {' '.join(known)}")
+        if strategy not in known:
             raise Problem(f"there is no strategy '{name}'", f"Choose from: {' '.join(known)}")
     return list(dict.fromkeys(names)) or known
 

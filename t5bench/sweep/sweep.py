@@ -19,7 +19,7 @@ from statistics import fmean
 
 from t5bench import Interrupted, Problem, note, raise_on_signals
 from t5bench.arguments import at_least
-from t5bench.plan import claim
+from t5bench.plan import claim, launchers
 from t5bench.plan.engine import extension_locks
 from t5bench.plan.resume import misfits
 from t5bench.record import log
@@ -59,7 +59,10 @@ def run(args: argparse.Namespace) -> int:
     raise_on_signals()
     group = os.environ.get("WANDB_RUN_GROUP") or args.runs_dir.name
     launch = Launch({"WANDB_RUN_GROUP": group}, over_ssh=args.launch == "ssh")
-    rows = plan_runs(launch, args.runs_dir, choose(args.strategies.split()))
+    names = args.strategies.split()
+    rows = plan_runs(launch, args.runs_dir, choose(names))
+    if not names:
+        launchers.tell_left_out()
     rows += plan_baselines(launch, args.runs_dir, rows)
     if not rows:
         raise Problem("no strategy can run here", "The reasons are above")

@@ -10,14 +10,16 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from support import REPO_ROOT, Project, processes_with
 
 from t5bench.plan.ports import free_port
+from t5bench.plan.settings import HELP_GROUPS
 from t5bench.record.plan import Plan, by_name
-from t5bench.record.settings import BY_NAME
+from t5bench.record.settings import BY_NAME, TABLE
 
 # 127.0.0.x are all this machine, so that several "nodes" can be named without any resolver.
 TWO_HOSTS = "127.0.0.1 127.0.0.2"
@@ -292,11 +294,37 @@ def test_help_has_every_setting_by_role_at_most_100_columns_wide(project: Projec
         shown = subprocess.run(command, env=project.environment, capture_output=True, text=True, check=True).stdout
         assert f"Usage: bash scripts/{script} " in shown
         assert [line for line in shown.splitlines() if len(line) > 100] == [], script
-    lines = project.launch("zero2", "--help").stdout.splitlines()
-    names = {line.split()[0] for line in lines if line.startswith("  ") and line[2].isupper()}
-    assert names == Plan.read(planned(project, "zero2")).settings.keys()
+    lines = project.launch("zero2", "--help", "all").stdout.splitlines()
+    assert settings_in(lines) == Plan.read(planned(project, "zero2")).settings.keys()
     assert any(line.split()[:2] == ["MASTER_PORT", "29802"] for line in lines)
     assert lines.index("Monitoring, checkpoints, timeouts") < lines.index("Names, and Weights & Biases")
+    assert [line for line in lines if len(line) > 100] == []
+
+
+def settings_in(lines: Sequence[str]) -> set[str]:
+    return {line.split()[0] for line in lines if line.startswith("  ") and line[2].isupper()}
+
+
+def test_help_shows_the_settings_that_a_strategy_has_in_three_groups(project: Project):
+    shown = {}
+    for name in ("ddp", "zero2", "hybrid", "fsdp2"):
+        text = project.launch(name, "--help").stdout
+        assert all(f"\n{heading}\n" in text for heading in HELP_GROUPS)
+        assert text.count("\n") < 75
+        shown[name] = settings_in(text.splitlines())
+    assert "MICRO_BATCH_SIZE" in set.intersection(*shown.values())
+    assert shown["zero2"] - shown["ddp"] == {"ZERO_REDUCE_ONCE", "GRADIENT_REDUCTION", "OVERLAP_COMM"}
+    assert shown["fsdp2"] - shown["ddp"] == {"FSDP_KEEP_PARAMETERS", "FSDP_SHARD_SIZE"}
+    pipeline = {"PIPELINE_PARALLEL_SIZE", "PIPELINE_SCHEDULE", "VIRTUAL_PIPELINE_STAGES"}
+    assert shown["hybrid"] - shown["ddp"] == pipeline | {"TENSOR_PARALLEL_SIZE", "SEQUENCE_PARALLEL"}
+
+
+def test_every_setting_of_a_method_is_in_the_short_help():
+    """A new one belongs into HELP_GROUPS; a strategy that lacks it leaves it out."""
+    shown = {name for names in HELP_GROUPS.values() for name in names}
+    methods = {entry.name for entry in TABLE if entry.role == "method"}
+    assert methods - shown == {"CUDA_DEVICE_MAX_CONNECTIONS"}  # the engines', not a strategy's
+    assert shown <= BY_NAME.keys()
 
 
 def test_without_a_key_wandb_is_offline_and_with_one_the_key_is_nowhere_on_disk(project: Project):

@@ -112,6 +112,8 @@ def test_what_is_planned(sweep: Project, settings: dict[str, str], gpus: int, pl
     assert not sweep.was_started()
     stopped = "hybrid cannot run here: NPROC_PER_NODE is 4 but this node has 2 visible GPU(s)" in result.stderr
     assert stopped == bool(gpus)
+    left_out = "Left out: 3d (needs MODEL_FAMILY=gpt), fsdp2 (needs ENGINE=native)" in result.stderr
+    assert left_out == ("STRATEGIES" not in settings)
 
 
 def test_complete_runs_are_skipped_and_failed_ones_tried_again(sweep: Project):
@@ -149,6 +151,7 @@ def test_a_refused_run_is_the_only_one_missing_from_the_comparison(sweep: Projec
     ("settings", "message"),
     [
         ({"STRATEGIES": "ddp zero9"}, "there is no strategy 'zero9'"),
+        ({"STRATEGIES": "ddp fsdp2"}, "fsdp2 needs ENGINE=native"),
         ({"STRATEGIES": "ddp zero1-tp3"}, "is not divisible by the tensor-parallel size 3"),
         ({"REPEATS": "0"}, "REPEATS must be a whole number of at least 1"),
         ({"LAUNCH": "ssh"}, "LAUNCH=ssh but no hosts are known"),
