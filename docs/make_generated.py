@@ -42,6 +42,7 @@ def write_all(folder: Path) -> None:
     cells = json.loads(DATA.read_text())["cells"]
     with without_settings():
         write_printed(folder / "settings.md", "settings")
+        write_printed(folder / "support.md", "support")
         write_printed(folder / "published.md", "predict", "--published")
         t5bench(["layouts", "--page", str(folder / "layouts.html")])
     tables.write(folder, cells)

@@ -65,6 +65,7 @@ GROUPS = {
     },
     "for maintainers": {
         "ledger": ("tools.ledger.command", "test which DeepSpeed releases train each strategy correctly"),
+        "support": ("plan.support", "print docs/generated/support.md: which strategies combine with what"),
         "settings": ("plan.settings", "print docs/generated/settings.md, the page of all settings"),
         "record": ("run.recorder", "write a node's record of a run (the launchers call this)"),
         "collect": ("record.collect", "gather the parts of a run from its nodes"),

@@ -186,7 +186,9 @@ def shown(default: str) -> str:
 def lacks(strategy: Strategy, name: str) -> bool:
     """Whether the strategy has nothing that the setting could change."""
     match name:
-        case "TENSOR_PARALLEL_SIZE" | "SEQUENCE_PARALLEL":
+        case "TENSOR_PARALLEL_SIZE":
+            return strategy.tp == 1 and not (strategy.ds_config or strategy.has_fsdp2)
+        case "SEQUENCE_PARALLEL":
             return strategy.tp == 1
         case "PIPELINE_PARALLEL_SIZE" | "PIPELINE_SCHEDULE" | "VIRTUAL_PIPELINE_STAGES":
             return strategy.pp == 1

@@ -36,6 +36,7 @@ TESTED = {
     "python -m t5bench verify": "docs/test_readme.py",
     "python -m t5bench history": "tools/verify/test_history.py",
     "python -m t5bench settings": "docs/test_generated.py",
+    "python -m t5bench support": "docs/test_generated.py",
     "python -m t5bench parity": "compare/test_parity.py",
     "python -m t5bench predict": "tools/predict/test_predict.py",
     "python -m t5bench layouts": "tools/predict/test_predict.py",

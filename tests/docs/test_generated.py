@@ -17,6 +17,7 @@ def test_writing_all_pages_again_changes_nothing(tmp_path: Path):
         "ledger.svg",
         "published.md",
         "settings.md",
+        "support.md",
     ]
     changed = []
     for name in written:
