@@ -21,6 +21,7 @@ from t5bench.record import collect
 from t5bench.record.checkpoints import Checkpoints
 from t5bench.record.records import load
 from t5bench.sweep.launch import Launch, Node, PlannedRun, Started
+from t5bench.sweep.order import balanced_orders
 from t5bench.sweep.sweep import check_settings, progress
 
 # The comparison and its upload have their own tests; here they only print their arguments.
@@ -78,7 +79,8 @@ def test_repeats_are_interleaved_and_every_world_size_has_its_baseline(sweep: Pr
     assert result.returncode == 0, result.stderr
     rows = [("ddp", 2), ("zero1", 2), ("hybrid", 4), ("ddp-4", 4)]
     ran = [(f"repeat1/{row}", count) for row, count in rows]
-    ran += [(f"repeat2/{row}", count) for row, count in [*rows[1:], rows[0]]]
+    ran += [(f"repeat2/{row}", count) for row, count in balanced_orders(rows, 2)[1]]
+    assert all(ran[place][0][8:] != ran[place + 4][0][8:] for place in range(4))
     assert order(sweep) == ran, "no row comes at the same place twice"
     assert json.loads((runs / "sweep.json").read_text())["runs"] == [name for name, _ in ran]
     progress = [line for line in result.stderr.splitlines() if line.startswith("[")]
