@@ -16,8 +16,10 @@ from t5bench.record.settings import MODEL_FAMILIES
 
 # Eight GPUs on one node, so that every layout below has its processes. What this machine lacks refuses nothing.
 MACHINE: Mapping[str, str] = {
-    **{"DEVICE": "cuda", "NNODES": "1", "NPROC_PER_NODE": "8", "PATH": "/usr/bin:/bin", "HOME": "/nonexistent"},
-    **dict.fromkeys(("MEGATRON_DIR", "MEGATRON_DATA_DIR", "OUTPUT_DIR"), "/nonexistent"),
+    **{"DEVICE": "cuda", "PATH": "/usr/bin:/bin", "HOME": "/nonexistent"},
+    **{"NNODES": "1", "NPROC_PER_NODE": "8"},
+    **dict.fromkeys(("MEGATRON_DIR", "MEGATRON_DATA_DIR"), "/nonexistent"),
+    "OUTPUT_DIR": "/nonexistent",
 }
 ENGINE_NAMES = {"megatron": "Megatron-DeepSpeed", "native": "The native engine"}
 FAMILY_NAMES = {"t5": "T5", "gpt": "GPT-2"}
