@@ -1,7 +1,8 @@
 """Text from hosts, logs and engines, for a terminal, a file or a page: control characters in it become visible.
 
-Whatever the programs of this repository print goes through one door, SafeStream, wherever it comes from: tables, errors
-that quote a file's name, tracebacks. What may steer a terminal, and is therefore our own, goes past it by `steer`.
+What the programs of this repository print goes through one door, SafeStream, wherever it comes from: tables, errors
+that quote a file's name, tracebacks. A worker's own output does not: the recorder reads it first. What may steer a
+terminal, and is therefore our own, goes past it by `steer`.
 """
 
 import codecs

@@ -149,13 +149,16 @@ def tell(planned: Plan, *, is_dry_run: bool) -> bool:
     if not planned.obstacles or is_dry_run:
         for text in planned.notes:
             note(text)
+    stops = [obstacle for obstacle in planned.obstacles if obstacle.fatal or not is_dry_run]
+    if stops:
+        note(stops[0].report)  # the next ones are often its consequences
+        return False
+    if planned.obstacles:
+        note("A real run would refuse to start:")
     for obstacle in planned.obstacles:
-        stops = obstacle.fatal or not is_dry_run
-        note(f"{'error' if stops else 'a real run would stop here'}: {obstacle.found}")
+        note(f"  - {obstacle.found}")
         if obstacle.remedy:
             note(f"       {obstacle.remedy}")
-        if stops:
-            return False  # the next ones are often its consequences
     return True
 
 

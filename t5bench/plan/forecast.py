@@ -1,4 +1,4 @@
-"""What a run will need, in one line, before it starts. It imports only the model: a launcher may use 0.30 s of CPU."""
+"""What a run will need, in one line, before it starts. It imports only the model, because launchers wait for it."""
 
 import os
 from pathlib import Path

@@ -97,7 +97,7 @@ def own_name_fault(own: str, addresses: Sequence[str], environment: Mapping[str,
     if environment.get("GLOO_SOCKET_IFNAME") or (first and not is_loopback(first)):
         return "", ""
     return (
-        f"{own} resolves to {first or ', '.join(addresses) or 'nothing'} there, where other nodes do not reach it",
+        f"{own} resolves to {first or ', '.join(addresses) or 'nothing'} there, which other nodes cannot reach",
         f"Give {own} its network address in its own /etc/hosts, or name the interface:"
         " GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME",
     )

@@ -371,7 +371,8 @@ def test_a_dry_run_needs_no_engine_data_or_gpu_and_says_what_is_missing(project:
     project.data_prefix.with_suffix(".bin").unlink()
     result = project.launch("tensor", "--dry-run", MEGATRON_DIR="/nowhere", DEVICE="cuda")
     assert result.returncode == 0 and "--distributed-backend nccl" in result.stdout
-    assert result.stderr.count("a real run would stop here: ") == 3
+    assert result.stderr.count("A real run would refuse to start:\n") == 1
+    assert result.stderr.count("\n  - ") == 3
     refused = project.launch("tensor", "--dry-run", GLOBAL_BATCH_SIZE="7", MICRO_BATCH_SIZE="2")
     assert (refused.returncode, refused.stdout) == (2, "")
 

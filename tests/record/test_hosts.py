@@ -62,6 +62,6 @@ def test_the_launcher_detects_an_own_name_that_others_cannot_reach(project: Proj
     settings = {"NNODES": "2", "GLOO_SOCKET_IFNAME": None}
     result = project.launch("ddp", "192.0.2.7", "1", **settings)
     assert result.returncode == 2 and not project.was_started()
-    assert "resolves to 127.0.1.1 here, where other nodes do not reach it" in result.stderr
+    assert "resolves to 127.0.1.1 here, which other nodes cannot reach" in result.stderr
     assert "GLOO_SOCKET_IFNAME" in result.stderr
     assert project.launch("ddp", "192.0.2.7", "1", "--dry-run", **settings | {"DEVICE": "cuda"}).returncode == 0

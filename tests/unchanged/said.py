@@ -17,7 +17,7 @@ import t5bench
 # What a user reads of a failure; the rest of the output is the plan's notes and the trained iterations.
 SENTENCES = re.compile(
     r"^(?:.*?\d: +)?"  # srun puts the task's number before a line
-    r"((?:error|warning|note|a real run would stop here): .*(?:\n {7}.*)*"
+    r"((?:error: |warning: |note: |  - ).*(?:\n {7}.*)*"
     r"|.*(?:: complete; record in |suspended; resuming|received: ).*)$",
     re.MULTILINE,
 )
