@@ -51,7 +51,7 @@ SCALED = {
 BETAS = {"adam_beta1": "Adam's beta 1", "adam_beta2": "Adam's beta 2"}
 
 
-class Change(NamedTuple):
+class Perturbation(NamedTuple):
     """One change of the recipe."""
 
     number: str
@@ -66,30 +66,30 @@ class Change(NamedTuple):
     """A pattern of the names of the parameters that it concerns."""
 
 
-def changes(args: Namespace) -> Iterator[Change]:
+def changes(args: Namespace) -> Iterator[Perturbation]:
     """A change for each number of the recipe; the first changes nothing."""
-    yield Change("the recipe", "nothing")
+    yield Perturbation("the recipe", "nothing")
     for name, number in SCALED.items():
-        yield Change(number, arguments={name: getattr(args, name) * (1 + PERCENT)})
+        yield Perturbation(number, arguments={name: getattr(args, name) * (1 + PERCENT)})
     for name, number in BETAS.items():
-        yield Change(number, "1 % of 1 - beta", {name: 1 - (1 - getattr(args, name)) * (1 + PERCENT)})
-    yield Change("warm-up", "1 iteration", {"lr_warmup_iters": args.lr_warmup_iters + 1})
-    yield Change("length of the decay", "1 iteration", {"train_iters": args.train_iters + 1})
-    yield Change("schedule", "1 iteration late", what="late")
-    yield Change("seed of the weights", "+1", {"seed": args.seed + 1})
-    yield Change("initial weights", what="initial")
-    yield Change("GELU", "its other form", {"no_bias_gelu_fusion": not args.no_bias_gelu_fusion})
-    yield Change("loss scale", what="gradient")
-    yield Change("accumulation", "1 % of one micro-batch", what="micro-batch")
-    yield Change("order of the data", "two samples", what="order")
+        yield Perturbation(number, "1 % of 1 - beta", {name: 1 - (1 - getattr(args, name)) * (1 + PERCENT)})
+    yield Perturbation("warm-up", "1 iteration", {"lr_warmup_iters": args.lr_warmup_iters + 1})
+    yield Perturbation("length of the decay", "1 iteration", {"train_iters": args.train_iters + 1})
+    yield Perturbation("schedule", "1 iteration late", what="late")
+    yield Perturbation("seed of the weights", "+1", {"seed": args.seed + 1})
+    yield Perturbation("initial weights", what="initial")
+    yield Perturbation("GELU", "its other form", {"no_bias_gelu_fusion": not args.no_bias_gelu_fusion})
+    yield Perturbation("loss scale", what="gradient")
+    yield Perturbation("accumulation", "1 % of one micro-batch", what="micro-batch")
+    yield Perturbation("order of the data", "two samples", what="order")
     if args.family == "t5":
-        yield Change("encoder's length", "1 token", what="encoder")
-    yield Change("decoder's length", "1 token", what="decoder")
+        yield Perturbation("encoder's length", "1 token", what="encoder")
+    yield Perturbation("decoder's length", "1 token", what="decoder")
     for group, pattern in GROUPS.items():
         if group in LACKING[args.family]:
             continue
         for number in ("learning rate", "weight decay", "gradient"):
-            yield Change(f"{number} of {group}", what=number, of=pattern)
+            yield Perturbation(f"{number} of {group}", what=number, of=pattern)
 
 
 def changed_data(batches: list[Batch], what: str, pad: int) -> list[Batch]:
@@ -111,7 +111,7 @@ def changed_data(batches: list[Batch], what: str, pad: int) -> list[Batch]:
     return changed
 
 
-def prepare(trainer: TorchTrainer, change: Change, args: Namespace) -> None:
+def prepare(trainer: TorchTrainer, change: Perturbation, args: Namespace) -> None:
     """Changes weights, gradients, weight decay or learning rate of the chosen parameters by PERCENT."""
     factor = 1 + PERCENT
     optimizer = trainer.optimizer
@@ -168,7 +168,7 @@ def run(args: Namespace) -> None:
 
 
 def train(
-    args: Namespace, change: Change, batches: list[Batch], recipe: list[list[float]], enough: list[float]
+    args: Namespace, change: Perturbation, batches: list[Batch], recipe: list[list[float]], enough: list[float]
 ) -> list[list[float]]:
     """Loss and gradient norm of each iteration with a change, until one of them is as far from the recipe's as
     `enough` says, relatively. recipe: empty for the recipe itself."""

@@ -14,11 +14,11 @@ import numpy as np
 
 from t5bench.costmodel.flops import flops_per_iteration
 from t5bench.costmodel.job import Architecture
-from t5bench.plan import command
+from t5bench.plan import torchrun_command
 from t5bench.plan.engine import config_of_settings
 from t5bench.record import files, records
 from t5bench.record.checkpoints import Checkpoints
-from t5bench.record.command import script
+from t5bench.record.command_script import script
 from t5bench.record.log import Iteration
 from t5bench.record.plan import Arguments, Layout, Plan, Setting, Strategy
 from t5bench.record.settings import BY_NAME, default_values
@@ -131,7 +131,7 @@ def made_plan(
 
 def own_arguments_of(plan: Plan) -> list[str]:
     """Those that a launcher adds for the method, for evaluating and for checkpoints."""
-    method = command.method_arguments(draft_of(plan), choices_of(plan))
+    method = torchrun_command.method_arguments(draft_of(plan), choices_of(plan))
     saves = plan.value("SAVE_INTERVAL") != "0" and plan.value("EVAL_ONLY") != "1"
     saving = ["--save-interval", plan.value("SAVE_INTERVAL")] if saves else []
     return [*saving, *["--skip-train"] * (plan.value("EVAL_ONLY") == "1"), *method]

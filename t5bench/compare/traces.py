@@ -57,7 +57,7 @@ SUM_IN_16_BITS = 5e-2  # where gradients are added up in 16 bits, as DeepSpeed d
 UPDATE = 1e-5
 
 
-class Line(msgspec.Struct):
+class TraceLine(msgspec.Struct):
     """A line of a rank's trace. Which fields it has depends on its phase: one of PHASES, or a figure's."""
 
     phase: str
@@ -85,8 +85,8 @@ class Line(msgspec.Struct):
     """Parameters whose copies are stale."""
 
 
-class Place(msgspec.Struct):
-    """A rank's first line: its place in the layout."""
+class RankPosition(msgspec.Struct):
+    """A rank's first line: its position in the layout."""
 
     tp: int
     dp: int
@@ -121,7 +121,7 @@ class Location:
 
 
 @dataclass(frozen=True)
-class Claim:
+class RankValue:
     """What ranks say that a quantity is."""
 
     ranks: tuple[int, ...]
@@ -133,22 +133,22 @@ class Trace:
     """A run's trace, all ranks. Raises Problem."""
 
     def __init__(self, run: Path) -> None:
-        self.places: dict[int, Place] = {}
-        self.lines: dict[tuple[int, str, str], list[tuple[int, Line]]] = {}
-        self.figures: list[tuple[int, Line]] = []
+        self.positions: dict[int, RankPosition] = {}
+        self.lines: dict[tuple[int, str, str], list[tuple[int, TraceLine]]] = {}
+        self.figures: list[tuple[int, TraceLine]] = []
         try:
             for path in sorted((run / DIRECTORY).glob("rank*.jsonl")):
                 self._read(path)
         except (OSError, ValueError, msgspec.MsgspecError) as error:
             raise Problem(f"{run} has no readable trace: {error}", "Train with --trace again") from error
-        if not self.places:
+        if not self.positions:
             raise Problem(f"there is no trace in {run}", "Train it with the native engine and -- --trace")
 
     def _read(self, path: Path) -> None:
         rank = int(path.stem.removeprefix("rank"))
         first, *rest = read_text(path, most=MOST_BYTES_OF_A_TRACE).splitlines()
-        self.places[rank] = msgspec.json.decode(first, type=Place)
-        decoder = msgspec.json.Decoder(Line)
+        self.positions[rank] = msgspec.json.decode(first, type=RankPosition)
+        decoder = msgspec.json.Decoder(TraceLine)
         for text in rest:
             if not text.endswith("}"):  # of a run that was killed
                 continue
@@ -160,11 +160,11 @@ class Trace:
 
     @property
     def dp_size(self) -> int:
-        return next(iter(self.places.values())).dp_size
+        return next(iter(self.positions.values())).dp_size
 
     @property
     def precision(self) -> str:
-        return next(iter(self.places.values())).precision
+        return next(iter(self.positions.values())).precision
 
     @cached_property
     def iterations(self) -> list[int]:
@@ -174,33 +174,31 @@ class Trace:
         """In the order in which they were computed."""
         return [name for number, kind, name in self.lines if (number, kind) == (iteration, phase)]
 
-    def claims(self, iteration: int, phase: str, name: str, *, per_replica: bool = True) -> dict[int, list[Claim]]:
+    def values(self, iteration: int, phase: str, name: str, *, per_replica: bool = True) -> dict[int, list[RankValue]]:
         """What the ranks say that a quantity is, by sample or by replica.
 
         The slices of tensor-parallel ranks are added up, and so are gradients of the stages that hold a tied parameter;
         without per_replica, those of replicas too.
         """
-        parts: dict[int, dict[Hashable, list[tuple[int, Line]]]] = {}
+        parts: dict[int, dict[Hashable, list[tuple[int, TraceLine]]]] = {}
         for rank, line in self.lines.get((iteration, phase, name), []):
-            place = self.places[rank]
+            position = self.positions[rank]
             if phase in OF_SAMPLES:
                 parts.setdefault(line.sample, {}).setdefault(rank, []).append((rank, line))
                 continue
-            replica = place.dp if per_replica or phase != "gradient" else 0
-            claimant = "all" if line.slice else place.tp
-            stage = 0 if phase == "gradient" else place.pp
-            parts.setdefault(replica, {}).setdefault((claimant, stage), []).append((rank, line))
-        return {
-            number: [added_up(phase, lines) for lines in by_claimant.values()] for number, by_claimant in parts.items()
-        }
+            replica = position.dp if per_replica or phase != "gradient" else 0
+            owner = "all" if line.slice else position.tp
+            stage = 0 if phase == "gradient" else position.pp
+            parts.setdefault(replica, {}).setdefault((owner, stage), []).append((rank, line))
+        return {number: [added_up(phase, lines) for lines in by_owner.values()] for number, by_owner in parts.items()}
 
 
-def added_up(phase: str, lines: Sequence[tuple[int, Line]]) -> Claim:
+def added_up(phase: str, lines: Sequence[tuple[int, TraceLine]]) -> RankValue:
     """Of a module that runs several times for a sample, as recomputation does, the first time counts."""
     used = lines[:1] if phase in OF_SAMPLES else lines
     sketch = [sum(numbers) for numbers in zip(*(line.sketch for _, line in used), strict=True)]
     weight = math.hypot(*(line.weight for _, line in used))
-    return Claim(tuple(sorted({rank for rank, _ in used})), sketch, weight)
+    return RankValue(tuple(sorted({rank for rank, _ in used})), sketch, weight)
 
 
 def is_traced(run: Path) -> bool:
@@ -211,9 +209,9 @@ def root_mean_square(sketch: Sequence[float]) -> float:
     return math.sqrt(sum(number * number for number in sketch) / len(sketch))
 
 
-def apart(claim: Claim, reference: Claim) -> float:
+def apart(value: RankValue, reference: RankValue) -> float:
     """The relative difference, without what rounding to the weights' last digit explains."""
-    gap = root_mean_square([ours - theirs for ours, theirs in zip(claim.sketch, reference.sketch, strict=True)])
+    gap = root_mean_square([ours - theirs for ours, theirs in zip(value.sketch, reference.sketch, strict=True)])
     if not math.isfinite(gap):
         return math.inf
     gap = max(0.0, gap - 2 * LAST_DIGIT * reference.weight)
@@ -224,22 +222,22 @@ def apart(claim: Claim, reference: Claim) -> float:
 
 
 def differences(run: Trace, baseline: Trace, quantity: tuple[int, str, str]) -> list[tuple[float, tuple[int, ...]]]:
-    """How far each claim of a run about a quantity (iteration, phase, name) lies from the baseline's, and whose claim
+    """How far each value of a run about a quantity (iteration, phase, name) lies from the baseline's, and whose value
     it is."""
     _, phase, _ = quantity
     are_alike = run.dp_size == baseline.dp_size
-    claims = run.claims(*quantity, per_replica=are_alike)
-    references = baseline.claims(*quantity, per_replica=are_alike)
-    if not claims or not references:
+    values = run.values(*quantity, per_replica=are_alike)
+    references = baseline.values(*quantity, per_replica=are_alike)
+    if not values or not references:
         return []
     first = next(iter(references.values()))
     measured: list[tuple[float, tuple[int, ...]]] = []
-    for number, claims_of_number in claims.items():
+    for number, values_of_number in values.items():
         if phase in OF_SAMPLES and number not in references:
-            measured.append((math.inf, claims_of_number[0].ranks))
+            measured.append((math.inf, values_of_number[0].ranks))
             continue
         reference = references.get(number, first)[0]
-        measured += [(apart(claim, reference), claim.ranks) for claim in claims_of_number]
+        measured += [(apart(value, reference), value.ranks) for value in values_of_number]
     return measured
 
 
@@ -320,11 +318,11 @@ def wrong_norms(trace: Trace, norms: Mapping[int, float]) -> Iterator[str]:
     for iteration in trace.iterations:
         squares = 0.0
         for name in trace.names(iteration, "reduced"):
-            lines = [(trace.places[rank], line) for rank, line in trace.lines[iteration, "reduced", name]]
-            stage = min(place.pp for place, _ in lines)
-            for place, line in lines:
+            lines = [(trace.positions[rank], line) for rank, line in trace.lines[iteration, "reduced", name]]
+            stage = min(position.pp for position, _ in lines)
+            for position, line in lines:
                 # Every parameter counts once: on the first stage that has it, in the first replica.
-                if place.pp == stage and place.dp == 0 and (line.slice or place.tp == 0):
+                if position.pp == stage and position.dp == 0 and (line.slice or position.tp == 0):
                     squares += line.square
         expected = math.sqrt(squares)
         printed = norms.get(iteration)
@@ -337,18 +335,18 @@ def wrong_sums(trace: Trace, allowed: float) -> Iterator[str]:
     """A reduced gradient is the sum of all ranks' and micro-batches'."""
     for iteration in trace.iterations:
         for name in trace.names(iteration, "reduced"):
-            of_ranks = trace.claims(iteration, "gradient", name, per_replica=False)
+            of_ranks = trace.values(iteration, "gradient", name, per_replica=False)
             if not of_ranks:  # FSDP2 divides gradients before a trace can see them
                 lines = trace.lines[iteration, "reduced", name]
                 if trace.dp_size > 1 and all(line.in_16_bits for _, line in lines):
                     yield f"in iteration {iteration} the reduced gradient of {name} has only values of 16 bits"
                 continue
             total = of_ranks[0][0]
-            for claims in trace.claims(iteration, "reduced", name).values():
-                for claim in claims:
-                    difference = apart(claim, total)
+            for values in trace.values(iteration, "reduced", name).values():
+                for value in values:
+                    difference = apart(value, total)
                     if not difference <= allowed:
-                        what = f"the reduced gradient of {name} on {ranks_in_words(claim.ranks)}"
+                        what = f"the reduced gradient of {name} on {ranks_in_words(value.ranks)}"
                         from_what = f"the sum over micro-batches and ranks by {difference:.1e}"
                         yield f"in iteration {iteration} {what} differs from {from_what}"
 

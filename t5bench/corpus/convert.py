@@ -85,7 +85,7 @@ def convert(block: Block, encoder: DocumentEncoder | None, limit: int | None = N
     return Piece(counts, lines, tokens, sizes.tobytes(), tuple(unusable))
 
 
-class Progress(NamedTuple):
+class ConversionProgress(NamedTuple):
     """How far a conversion is, and where an interrupted one continues."""
 
     row: int
@@ -103,19 +103,19 @@ class Journal:
         self.path = Path(f"{output}.journal")
         self.job = job
 
-    def read(self, paths: Sequence[Path]) -> Progress:
+    def read(self, paths: Sequence[Path]) -> ConversionProgress:
         """The progress of the same job, if the files still have what it wrote, or none."""
         try:
             job, row, counts, lengths = msgspec.json.decode(self.path.read_bytes())
             are_complete = all(path.stat().st_size >= length for path, length in zip(paths, lengths, strict=True))
         except (OSError, ValueError):
-            return Progress(0, Counter(), [0] * len(paths))
+            return ConversionProgress(0, Counter(), [0] * len(paths))
         if job != self.job or not are_complete:
-            return Progress(0, Counter(), [0] * len(paths))
+            return ConversionProgress(0, Counter(), [0] * len(paths))
         note(f"Continuing after {counts['documents']:,} documents, where the previous run stopped")
-        return Progress(row, Counter(counts), lengths)
+        return ConversionProgress(row, Counter(counts), lengths)
 
-    def write(self, progress: Progress) -> None:
+    def write(self, progress: ConversionProgress) -> None:
         unfinished = self.path.with_suffix(".new")
         unfinished.write_bytes(msgspec.json.encode([self.job, *progress]))
         unfinished.replace(self.path)
@@ -180,7 +180,7 @@ def _write_pieces(
                 saved = time.monotonic()
                 for stream in streams:
                     stream.flush()
-                journal.write(Progress(block.first, counts, lengths))
+                journal.write(ConversionProgress(block.first, counts, lengths))
     if unusable:
         raise _all_of(unusable)
     return counts

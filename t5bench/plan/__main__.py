@@ -23,13 +23,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from t5bench import EXIT_CONFIGURATION, Problem, note
-from t5bench.plan import claim, place
+from t5bench.plan import node_checks, run_lock
 from t5bench.plan.interpreter import needs_link, path_of_programs, plain_link
 from t5bench.plan.launchers import declaration
 from t5bench.plan.planner import plan
 from t5bench.plan.scripts import SCRIPTS, script_defaults, script_values
 from t5bench.plan.settings import full_help, help_lines, short_help, values_from
-from t5bench.record.command import script
+from t5bench.record.command_script import script
 from t5bench.record.plan import Plan
 from t5bench.record.settings import DEFAULT_TOKENIZER, declarations_of
 from t5bench.record.status import SPACE_REMEDY
@@ -67,12 +67,12 @@ def begin(planned: Plan, launcher: int) -> Plan:
     """Claims and prepares the run directory. launcher: its process id."""
     directory = Path(planned.output_dir)
     try:
-        killed = place.killed_launcher(planned)
-        claim.take_for_run(directory, planned.node, launcher, place.run_facts(planned))
+        killed = node_checks.killed_launcher(planned)
+        run_lock.take_for_run(directory, planned.node, launcher, node_checks.run_facts(planned))
         planned = replace(planned, notes=[*planned.notes, *killed])
         planned = choose_checkpoint(planned, agree=True)
         if not planned.obstacles:
-            place.prepare_directory(planned, launcher, script(planned))
+            node_checks.prepare_directory(planned, launcher, script(planned))
     except Problem as problem:
         planned = stopped(planned, Problem(problem.found, problem.remedy, "running", fatal=False))
     except OSError as error:
@@ -81,7 +81,7 @@ def begin(planned: Plan, launcher: int) -> Plan:
         remedy = SPACE_REMEDY if is_full else "Choose another OUTPUT_DIR"
         planned = stopped(planned, Problem(found, remedy, "output-directory", fatal=False))
     if planned.obstacles:
-        claim.release(directory, f"node{planned.node}", launcher)
+        run_lock.release(directory, f"node{planned.node}", launcher)
     return planned
 
 
@@ -184,7 +184,7 @@ def launch(planned: Plan, launcher: int) -> int:
     if not tell(planned, is_dry_run=False):
         return EXIT_CONFIGURATION
     note(headline(planned))
-    answer(f"{place.command_file(planned)}\n")
+    answer(f"{node_checks.command_file(planned)}\n")
     return 0
 
 

@@ -23,7 +23,7 @@ from typing import Annotated, Any, ClassVar
 import msgspec
 
 from t5bench import Problem, note
-from t5bench.plan import alike
+from t5bench.plan import shared_facts
 from t5bench.plan.topology import is_loopback_name
 from t5bench.record.plan import Plan
 from t5bench.text import visible_in
@@ -119,7 +119,7 @@ class _Greeting(msgspec.Struct):
 
 
 @dataclass(frozen=True)
-class Place:
+class Endpoint:
     """This node's place in a run, and where node 0 listens. ``run`` distinguishes runs that use the same port."""
 
     node: int
@@ -132,14 +132,14 @@ class Place:
     """What all nodes of the run must have alike; see Plan.common."""
 
     @classmethod
-    def of(cls, plan: Plan, port: int) -> "Place":
+    def of(cls, plan: Plan, port: int) -> "Endpoint":
         assert plan.layout
         # Whoever meets at one port is meant to be one run. What the nodes run is compared later, with proof.
         run = f"the run at port {port}"
         # One node alone listens too if others can reach it: they may take it for theirs.
         may_be_met = plan.layout.nnodes > 1 or not is_loopback_name(plan.master_address)
         secret = run_secret(os.environ) if may_be_met else b""
-        return cls(plan.node, plan.layout.nnodes, plan.master_address, port, run, secret, alike.facts_of(plan))
+        return cls(plan.node, plan.layout.nnodes, plan.master_address, port, run, secret, shared_facts.facts_of(plan))
 
 
 class Connection:
@@ -192,9 +192,9 @@ class Channel:
 
     kinds: ClassVar[Any] = Alive
 
-    def __init__(self, place: Place) -> None:
-        self.place = place
-        self.attempt = secrets.token_hex(16) if place.node == 0 else None
+    def __init__(self, endpoint: Endpoint) -> None:
+        self.endpoint = endpoint
+        self.attempt = secrets.token_hex(16) if endpoint.node == 0 else None
         self.hosts: dict[int, str] = {}
         self.heard: dict[int, float] = {}  # when each node last said something (monotonic seconds)
         self.lock = threading.RLock()
@@ -207,8 +207,8 @@ class Channel:
         self._declared: dict[type, Message] = {}
 
     def start(self) -> None:
-        if self.place.secret:
-            for work in (self._listen if self.place.node == 0 else self._connect, self._beat):
+        if self.endpoint.secret:
+            for work in (self._listen if self.endpoint.node == 0 else self._connect, self._beat):
                 threading.Thread(target=work, daemon=True).start()
 
     def close(self) -> None:
@@ -258,7 +258,7 @@ class Channel:
                     self._send(connection, message)
 
     def _own(self, message: Message) -> Message:
-        message.node = self.place.node
+        message.node = self.endpoint.node
         message.host = socket.gethostname()
         return message
 
@@ -269,7 +269,7 @@ class Channel:
 
     def beat(self) -> Alive:
         """What is said every BEAT_SECONDS; a subclass may add to it."""
-        return Alive(ages=self.ages() if self.place.node == 0 else {})
+        return Alive(ages=self.ages() if self.endpoint.node == 0 else {})
 
     def _beat(self) -> None:
         while not self.closed.wait(BEAT_SECONDS):
@@ -283,7 +283,7 @@ class Channel:
 
     def _send(self, connection: Connection, message: Message) -> None:
         body = msgspec.json.encode(message)
-        connection.send(connection.proof(self.place.node == 0, connection.sent, body) + b" " + body)
+        connection.send(connection.proof(self.endpoint.node == 0, connection.sent, body) + b" " + body)
         connection.sent += 1
 
     @staticmethod
@@ -295,30 +295,30 @@ class Channel:
 
     def _messages(self, connection: Connection) -> Iterator[Any]:
         """Reads until the other side closes. Raises StrangerError, and OSError if the network lost the connection."""
-        place = self.place
-        connection.send(msgspec.json.encode(_Greeting(place.run, connection.nonce)))
+        endpoint = self.endpoint
+        connection.send(msgspec.json.encode(_Greeting(endpoint.run, connection.nonce)))
         for line in connection.lines():
             if connection.key:
                 proof, _, body = line.partition(b" ")
-                if not hmac.compare_digest(proof, connection.proof(place.node != 0, connection.received, body)):
+                if not hmac.compare_digest(proof, connection.proof(endpoint.node != 0, connection.received, body)):
                     raise StrangerError("it did not prove that it belongs to this run", SECRET_REMEDY, LACKS_SECRET)
                 connection.received += 1
                 yield self._read(body, Hello | Refused | self.kinds)
                 continue
             greeting = self._read(line, _Greeting)
-            if greeting.run != place.run:
+            if greeting.run != endpoint.run:
                 raise StrangerError(f"it belongs to another run, '{greeting.run[:300]}'")
-            nonces = (connection.nonce, greeting.nonce) if place.node == 0 else (greeting.nonce, connection.nonce)
-            connection.key = hmac.digest(place.secret, "\n".join((place.run, *nonces)).encode(), "sha256")
-            if place.node != 0:
-                self._send(connection, self._own(Hello(attempt=self.attempt, common=dict(place.common))))
+            nonces = (connection.nonce, greeting.nonce) if endpoint.node == 0 else (greeting.nonce, connection.nonce)
+            connection.key = hmac.digest(endpoint.secret, "\n".join((endpoint.run, *nonces)).encode(), "sha256")
+            if endpoint.node != 0:
+                self._send(connection, self._own(Hello(attempt=self.attempt, common=dict(endpoint.common))))
 
     # ---- connections -------------------------------------------------------------------------------------------------
 
     def _listen(self) -> None:
         dual = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if dual else socket.AF_INET
-        port = self.place.port
+        port = self.endpoint.port
         try:
             self.listener = socket.create_server(("", port), family=family, dualstack_ipv6=dual, backlog=128)
         except OSError as error:
@@ -335,7 +335,9 @@ class Channel:
     def _connect(self) -> None:
         while not self.closed.is_set() and not self.over.is_set():
             with contextlib.suppress(OSError):
-                connection = Connection(socket.create_connection((self.place.address, self.place.port), timeout=5))
+                connection = Connection(
+                    socket.create_connection((self.endpoint.address, self.endpoint.port), timeout=5)
+                )
                 self._make_room_for(connection)
                 self._converse(connection)
             self.closed.wait(RETRY_SECONDS)
@@ -360,7 +362,7 @@ class Channel:
                 if other is None:
                     other = self._greet(message, connection)
                     self.joined(other)
-                elif message.node >= self.place.nodes or (self.place.node == 0 and message.node != other):
+                elif message.node >= self.endpoint.nodes or (self.endpoint.node == 0 and message.node != other):
                     raise StrangerError("it claims to be another node than before")
                 else:
                     self._note(message)
@@ -368,7 +370,7 @@ class Channel:
             closed = True
         except StrangerError as error:
             why = error
-            if self.place.node == 0 and connection.key:
+            if self.endpoint.node == 0 and connection.key:
                 with self.lock:
                     self._send(connection, self._own(Refused(why=error.found, code=error.code)))
         except OSError:
@@ -382,21 +384,21 @@ class Channel:
             connection.close()
         if is_current and closed and not self.closed.is_set():
             self.left(other)
-        if other is None and (self.place.node != 0 or why.code):
+        if other is None and (self.endpoint.node != 0 or why.code):
             self.met_stranger(connection.address, why)
 
     def _greet(self, message: Message, connection: Connection) -> int:
         """The node that sent the greeting. Raises StrangerError if it belongs to another attempt."""
         node = message.node
         if isinstance(message, Refused):
-            remedy = alike.REMEDY if message.code == DIFFERS else ""
+            remedy = shared_facts.REMEDY if message.code == DIFFERS else ""
             raise StrangerError(message.why, remedy, message.code)
-        if isinstance(message, Hello) and self.place.node == 0:
+        if isinstance(message, Hello) and self.endpoint.node == 0:
             self._compare_plans(message)
-        if not isinstance(message, Hello) or node >= self.place.nodes or (node == 0) == (self.place.node == 0):
+        if not isinstance(message, Hello) or node >= self.endpoint.nodes or (node == 0) == (self.endpoint.node == 0):
             raise StrangerError("it sent no greeting")
         with self.lock:
-            if self.place.node == 0:
+            if self.endpoint.node == 0:
                 is_new = message.attempt is None
                 if not is_new and message.attempt != self.attempt:
                     raise StrangerError("it belongs to an earlier attempt")
@@ -418,10 +420,10 @@ class Channel:
     def _compare_plans(self, hello: Hello) -> None:
         """Raises StrangerError if the node has another plan than node 0."""
         where = f"on node {hello.node} ({hello.host})"
-        different = alike.difference(hello.common, where, self.place.common, "on node 0")
+        different = shared_facts.difference(hello.common, where, self.endpoint.common, "on node 0")
         if different:
             found = f"the nodes were started with different settings: {different}"
-            raise StrangerError(found, alike.REMEDY, DIFFERS)
+            raise StrangerError(found, shared_facts.REMEDY, DIFFERS)
 
     def _note(self, message: Message) -> None:
         self.hosts[message.node] = message.host

@@ -11,7 +11,7 @@ from typing import Any
 
 from t5bench import Problem
 from t5bench.costmodel.layout import Layout
-from t5bench.plan import command, place, topology
+from t5bench.plan import node_checks, topology, torchrun_command
 from t5bench.plan.draft import Draft
 from t5bench.plan.engine import SERIES, check_engine, check_locks, check_packages, effective_config, offload_device
 from t5bench.plan.engine_arguments import check_arguments
@@ -56,17 +56,17 @@ def plan(
         where = f" ({draft.hosts[last]})" if len(draft.hosts) > last else ""
         draft.notes.append(f"iterations are printed on the last node: node {last}{where}")
     patches, ledger = _check_software(draft, device, gpus_shared, ds_config, layout)
-    flash_attention = place.choose_attention(draft, device)
-    tokenizer = place.choose_tokenizer(draft)
-    data_prefix = place.check_data(draft, tokenizer)
+    flash_attention = node_checks.choose_attention(draft, device)
+    tokenizer = node_checks.choose_tokenizer(draft)
+    data_prefix = node_checks.check_data(draft, tokenizer)
     wandb_mode, wandb_config = _choose_wandb(draft)
-    choices = command.Choices(
+    choices = torchrun_command.Choices(
         layout=layout,
         device=device,
         gpus_shared=gpus_shared,
         data_prefix=data_prefix,
         tokenizer=tokenizer,
-        tokenizer_type=place.tokenizer_type(draft, data_prefix),
+        tokenizer_type=node_checks.tokenizer_type(draft, data_prefix),
         flash_attention=flash_attention,
         engine_has_all_patches=patches == SERIES,
         zero_stage=zero_stage if ds_config else None,
@@ -76,7 +76,7 @@ def plan(
         wandb_config=wandb_config,
         threads=max(1, len(os.sched_getaffinity(0)) // layout.nproc_per_node),
     )
-    added, removed = child_environment(draft, command.environment(draft, choices))
+    added, removed = child_environment(draft, torchrun_command.environment(draft, choices))
     if draft.is_refused:
         return _refused(draft)
     planned = Plan(
@@ -102,11 +102,11 @@ def plan(
         environment=added,
         removed_environment=removed,
         python=interpreter(environ),
-        rendezvous=command.rendezvous(draft, layout),
-        program=command.program(draft),
-        arguments=command.engine_arguments(draft, choices),
+        rendezvous=torchrun_command.rendezvous(draft, layout),
+        program=torchrun_command.program(draft),
+        arguments=torchrun_command.engine_arguments(draft, choices),
     )
-    return replace(planned, obstacles=[*planned.obstacles, *place.check_output_directory(planned)])
+    return replace(planned, obstacles=[*planned.obstacles, *node_checks.check_output_directory(planned)])
 
 
 def begin_draft(environ: Mapping[str, str], strategy: Strategy | str, argv: Sequence[str], directory: str) -> Draft:
@@ -142,7 +142,7 @@ def _refusal(draft: Draft) -> Plan | None:
         return _refused(draft)
     take_engine_arguments(draft)
     if not draft.is_refused:
-        topology.place(draft)
+        topology.find_own_rank(draft)
     if draft.is_refused:
         return _refused(draft)
     check_family(draft)

@@ -16,8 +16,8 @@ from t5bench.plan.channel import (
     SECRET_REMEDY,
     Alive,
     Channel,
+    Endpoint,
     Message,
-    Place,
     StrangerError,
 )
 from t5bench.plan.ports import peer_port
@@ -74,10 +74,10 @@ def checkpoint(plan: Plan, *, agree: bool) -> int:
         own = before_the_end(plan, checkpoints, own.iteration)
     if not agree:
         return own.iteration
-    place = Place.of(plan, peer_port(plan.number("MASTER_PORT")))
-    if place.nodes > 1 and not place.secret:
+    endpoint = Endpoint.of(plan, peer_port(plan.number("MASTER_PORT")))
+    if endpoint.nodes > 1 and not endpoint.secret:
         raise Problem("the nodes have no common secret, so they cannot agree on a checkpoint", SECRET_REMEDY)
-    iteration = agreed(place, own, partial(look, checkpoints), plan.decimal("RENDEZVOUS_TIMEOUT"))
+    iteration = agreed(endpoint, own, partial(look, checkpoints), plan.decimal("RENDEZVOUS_TIMEOUT"))
     if own.iteration > iteration:
         _passed_over(own.iteration, f"it is not intact on every node, but that of iteration {iteration} is")
     if not iteration and is_evaluated:
@@ -256,15 +256,15 @@ class _Agreement(Channel):
 
     kinds = Alive | Views
 
-    def __init__(self, place: Place) -> None:
-        super().__init__(place)
+    def __init__(self, endpoint: Endpoint) -> None:
+        super().__init__(endpoint)
         self.inbox: SimpleQueue[dict[int, View] | Problem] = SimpleQueue()
         self.strangers: set[str] = set()
         self.start()
 
     def hear(self, message: Any) -> None:
         if isinstance(message, Views):
-            self.inbox.put({node: view for node, view in message.views.items() if node < self.place.nodes})
+            self.inbox.put({node: view for node, view in message.views.items() if node < self.endpoint.nodes})
 
     def left(self, node: int) -> None:
         where = f"node {node} ({self.hosts[node]})"
@@ -273,21 +273,21 @@ class _Agreement(Channel):
     def met_stranger(self, address: str, error: StrangerError) -> None:
         if error.code == DIFFERS:
             self.inbox.put(error)
-        elif self.place.node == 0:
+        elif self.endpoint.node == 0:
             self.strangers.add(address)
         else:
-            master = f"node 0 ({self.place.address}:{self.place.port})"
+            master = f"node 0 ({self.endpoint.address}:{self.endpoint.port})"
             found = f"{master} did not say which checkpoint to resume from: {error}"
             self.inbox.put(Problem(found, error.remedy or LOOK_THERE))
 
     def cannot_listen(self, error: OSError) -> None:
         remedy = "It belongs to MASTER_PORT: choose another one on every node"
-        self.inbox.put(Problem(f"cannot listen on port {self.place.port}: {error.strerror}", remedy))
+        self.inbox.put(Problem(f"cannot listen on port {self.endpoint.port}: {error.strerror}", remedy))
 
     def next(self, seconds: float) -> dict[int, View]:
         """Waits this long for absent nodes, and without limit for a connected one, which is reading. Raises Problem."""
         deadline = time.monotonic() + seconds
-        expected = set(range(1, self.place.nodes)) if self.place.node == 0 else {0}
+        expected = set(range(1, self.endpoint.nodes)) if self.endpoint.node == 0 else {0}
         while True:
             with contextlib.suppress(Empty):
                 entry = self.inbox.get(timeout=0.2)
@@ -302,32 +302,32 @@ class _Agreement(Channel):
                 raise Problem(found, SECRET_REMEDY if self.strangers else LOOK_THERE)
 
 
-def agreed(place: Place, own: View, look_again: Callable[[int], View], seconds: float) -> int:
+def agreed(endpoint: Endpoint, own: View, look_again: Callable[[int], View], seconds: float) -> int:
     """The newest iteration whose checkpoint is intact on all nodes. Raises Problem.
 
     Each node names its newest one. If they differ, all look again, up to the smallest, so that no node reads more
     checkpoints than it must. Node 0 listens on the recorders' port, so that a node without RESUME=1 is noticed.
     """
     told: dict[int, View] = {}
-    table = {0: own} if place.node == 0 else {}
-    with contextlib.closing(_Agreement(place)) as others:
+    table = {0: own} if endpoint.node == 0 else {}
+    with contextlib.closing(_Agreement(endpoint)) as others:
         while True:
-            known = dict(table) if place.node == 0 else {place.node: own}
+            known = dict(table) if endpoint.node == 0 else {endpoint.node: own}
             if known != told:
                 others.declare(Views(views=known))
                 told = known
             iterations = {view.iteration for view in table.values()}
-            if len(table) == place.nodes and (len(iterations) == 1 or 0 in iterations):
+            if len(table) == endpoint.nodes and (len(iterations) == 1 or 0 in iterations):
                 break
             entry = others.next(seconds)
-            table = table | entry if place.node == 0 else entry
+            table = table | entry if endpoint.node == 0 else entry
             if own.iteration > (least := min(view.iteration for view in table.values())) > 0:
                 own = look_again(least)
-            if place.node == 0:
+            if endpoint.node == 0:
                 table[0] = own
         deadline = time.monotonic() + LEAVE_SECONDS
         # The port is free for the recorder when the others close first.
-        while place.node == 0 and others.connections and time.monotonic() < deadline:
+        while endpoint.node == 0 and others.connections and time.monotonic() < deadline:
             time.sleep(0.02)
     if any(view.iteration or view.fault for view in table.values()):
         _refuse_without(table)

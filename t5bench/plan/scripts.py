@@ -12,11 +12,11 @@ from t5bench.record.settings import (
     Declaration,
     Fault,
     FilePath,
+    Integer,
     Kind,
     OneOf,
     Text,
-    Whole,
-    places,
+    default_paths,
 )
 
 
@@ -27,7 +27,7 @@ def _setting(name: str, kind: Kind, default: str, meaning: str) -> Declaration:
 _ON_OFF = OneOf(("0", "1"))
 _OPTIONAL_TEXT = Text(optional=True)
 _OPTIONAL_PATH = FilePath(optional=True)
-_OPTIONAL_COUNT = Whole(1, optional=True)
+_OPTIONAL_COUNT = Integer(1, optional=True)
 _FAMILY = OneOf(tuple(sorted(MODEL_FAMILIES)))
 _ENGINE_DIRECTORY = "{repository}/../Megatron-DeepSpeed"
 
@@ -35,13 +35,13 @@ _ENGINE_DIRECTORY = "{repository}/../Megatron-DeepSpeed"
 SCRIPTS: Mapping[str, Sequence[Declaration]] = {
     "quickstart": (
         _setting("ENGINE", OneOf(("native", "megatron")), "native", "native (the engine in native/, from Python packages alone) or megatron (scripts/setup_megatron.sh first)"),
-        _setting("TRAIN_ITERS", Whole(1), "12", "Iterations of each strategy"),
+        _setting("TRAIN_ITERS", Integer(1), "12", "Iterations of each strategy"),
         _setting("RUNS_DIR", FilePath(), "{repository}/outputs/quickstart/{family_prefix}{engine}", "Directory of the runs; complete runs in it are not repeated"),
     ),
     "run_megatron_t5_all": (
         _setting("STRATEGIES", _OPTIONAL_TEXT, "", "Strategies to run, separated by spaces (unset: all); zero1-tp2 is zero1 with TENSOR_PARALLEL_SIZE=2"),
-        _setting("REPEATS", Whole(1), "1", "Runs of each strategy, interleaved so that slow changes of the machine affect all equally"),
-        _setting("RETRIES", Whole(0), "1", "Retries of a failed run, once all others have run"),
+        _setting("REPEATS", Integer(1), "1", "Runs of each strategy, interleaved so that slow changes of the machine affect all equally"),
+        _setting("RETRIES", Integer(0), "1", "Retries of a failed run, once all others have run"),
         _setting("LAUNCH", OneOf(("local", "ssh")), "local", "local (on this machine), or ssh (on the nodes of HOSTS or SLURM, from this one terminal)"),
         _setting("RUNS_DIR", FilePath(), "{repository}/outputs/{family_prefix}all", "Directory of the runs; complete runs in it are not repeated"),
     ),
@@ -49,15 +49,15 @@ SCRIPTS: Mapping[str, Sequence[Declaration]] = {
     "check_parity": (
         _setting("ENGINE", OneOf(("megatron", "native")), "megatron", "megatron (patched Megatron-DeepSpeed; its DDP is also compared with native/) or native"),
         _setting("MODEL_PRESET", OneOf(("tiny", "small", "base", "large")), "tiny", "Model size: tiny, small, base or large"),
-        _setting("TRAIN_ITERS", Whole(2), "12", "Iterations of each strategy"),
-        _setting("GLOBAL_BATCH_SIZE", Whole(1), "8", "Samples per iteration"),
-        _setting("MICRO_BATCH_SIZE", Whole(1), "2", "Per-process micro-batch size; small enough for several micro-batches per iteration"),
+        _setting("TRAIN_ITERS", Integer(2), "12", "Iterations of each strategy"),
+        _setting("GLOBAL_BATCH_SIZE", Integer(1), "8", "Samples per iteration"),
+        _setting("MICRO_BATCH_SIZE", Integer(1), "2", "Per-process micro-batch size; small enough for several micro-batches per iteration"),
         _setting("LR", Decimal(), "0.04", "Peak learning rate; with this weight decay, a change of 1 % in either is visible"),
         _setting("MIN_LR", Decimal(), "0.01", "Learning rate at the end"),
-        _setting("LR_WARMUP_ITERS", Whole(0), "3", "Iterations of warm-up"),
+        _setting("LR_WARMUP_ITERS", Integer(0), "3", "Iterations of warm-up"),
         _setting("WEIGHT_DECAY", Decimal(), "5", "Weight decay"),
         _setting("CLIP_GRAD", Decimal(), "1.3", "Gradient-norm clipping; must lie among DDP's gradient norms, so that only some iterations are clipped"),
-        _setting("SEED", Whole(1), "1234", "Seed; --benchmark-mode also uses the next seven"),
+        _setting("SEED", Integer(1), "1234", "Seed; --benchmark-mode also uses the next seven"),
         _setting("CHECK_BLIND_SPOTS", _ON_OFF, "1", "1 also measures which mistakes these settings cannot reveal"),
         _setting("MEGATRON_DATA_DIR", _OPTIONAL_PATH, "", "Directory containing indexed dataset files (unset: the bundled sample, prepared in outputs/parity/data)"),
         _setting("RUNS_DIR", FilePath(), "{repository}/outputs/parity/{now}", "Where to put the run directories"),
@@ -100,7 +100,7 @@ SCRIPTS: Mapping[str, Sequence[Declaration]] = {
 def script_defaults(script: str, environ: Mapping[str, str]) -> dict[str, str]:
     """The defaults of a script's settings."""
     family = environ.get("MODEL_FAMILY", DEFAULT_FAMILY)
-    words = places(family if family in MODEL_FAMILIES else DEFAULT_FAMILY)
+    words = default_paths(family if family in MODEL_FAMILIES else DEFAULT_FAMILY)
     words |= {"now": time.strftime("%Y%m%d-%H%M%S"), "engine": environ.get("ENGINE") or "native"}
     return {declaration.name: declaration.default.format(**words) for declaration in SCRIPTS[script]}
 

@@ -94,7 +94,7 @@ def _is_address(host: str) -> bool:
     return ":" in host or bool(re.fullmatch("[0-9.]+", host))
 
 
-def place(draft: Draft) -> None:
+def find_own_rank(draft: Draft) -> None:
     """Completes the draft with this node's rank, inferred if it was not given, and checks the nodes."""
     hosts = draft.hosts
     try:

@@ -28,7 +28,7 @@ from torch.profiler import ProfilerActivity, record_function
 from t5bench.costmodel.layout import coordinates
 from t5bench.profile import parts as profile
 from t5bench.profile import timeline
-from t5bench.profile.spent import MainThread, Parts, between, main_thread, processor
+from t5bench.profile.cpu_accounting import MainThread, Parts, between, main_thread, processor
 from t5bench.record.checkpoints import TRACKER
 from t5bench.record.files import write_json, write_whole
 from t5bench.record.plan import by_name
@@ -164,12 +164,12 @@ class Marks:
         self.main = MainThread()  # communication is WAITING
         self.works: dict[int, tuple[str, Any]] = {}  # the name of each operation in progress, by its handle
 
-    def place(self, engine: str) -> None:
+    def surround_all(self, engine: str) -> None:
         for operation in COLLECTIVES:
             label = functools.partial(self._label, operation)
             surround(("torch.distributed", "", operation), functools.partial(self._marked, label))
-        for part, place in {profile.DATA: LOADER, **PHASES[engine]}.items():
-            surround(place, functools.partial(self._phase, part))
+        for part, function in {profile.DATA: LOADER, **PHASES[engine]}.items():
+            surround(function, functools.partial(self._phase, part))
         goes_on = functools.partial(self._marked, lambda arguments: self.works.get(id(arguments[0]), ("",))[0])
         surround(("torch.distributed", "Work", "wait"), goes_on)
         surround(("torch.nn.parallel", "DistributedDataParallel", "__init__"), self._sized)
@@ -294,7 +294,7 @@ class OneIteration:
         self.ends: list[float] = []
         self.spent: list[Parts] = []  # until each of these ends
         engine = "native" if Path(words[0]).parent.name == "native" else "megatron"
-        self.marks.place(engine)
+        self.marks.surround_all(engine)
         surround(STEP[engine], self._counted)
 
     def _counted(self, step: Callable[[], Any], _: list[Any]) -> Any:

@@ -114,7 +114,7 @@ class Secret(Kind):
 
 
 @dataclass(frozen=True)
-class Whole(Kind):
+class Integer(Kind):
     """A whole number."""
 
     least: int = 0
@@ -261,7 +261,7 @@ _ON_OFF = OneOf(("0", "1"), also={"false": "0", "no": "0", "off": "0", "true": "
 # W&B's own other words for its modes.
 _WANDB_MODES = OneOf(("online", "offline", "disabled"), also={"run": "online", "dryrun": "offline"}, optional=True)
 _OPTIONAL_TEXT = Text(optional=True)
-_OPTIONAL_WHOLE = Whole(1, optional=True)
+_OPTIONAL_WHOLE = Integer(1, optional=True)
 
 # fmt: off
 TABLE: Sequence[Declaration] = (
@@ -271,7 +271,7 @@ TABLE: Sequence[Declaration] = (
     Declaration("HOSTS", _OPTIONAL_TEXT, "place", "", "", "Node host names in rank order, separated by spaces (unset: SLURM's nodes, or only this host)"),
     Declaration("NNODES", _OPTIONAL_WHOLE, "layout", "", "", "Number of nodes (unset: from HOSTS or SLURM; 2 if only a master is given)"),
     Declaration("NPROC_PER_NODE", _OPTIONAL_WHOLE, "layout", "", "{gpus_per_node}", "Processes per node (unset: TP x PP in all, at least 2; without TP and PP, 1 on a node with one GPU). Alias: GPUS_PER_NODE"),
-    Declaration("MASTER_PORT", Whole(1, 65535), "layout", "", "{port}", "torchrun rendezvous port"),
+    Declaration("MASTER_PORT", Integer(1, 65535), "layout", "", "{port}", "torchrun rendezvous port"),
     Declaration("DEVICE", OneOf(("auto", "cuda", "cpu")), "layout", "", "auto", "auto, cuda or cpu; auto uses GPUs if there are any"),
     Declaration("SHARE_GPUS", _ON_OFF, "load", "", "0", "1: several processes share one GPU (gloo). For checks, not for timing; not with ZeRO or FSDP2"),
     Declaration("ENGINE", OneOf(("megatron", "native")), "layout", "", "megatron", "megatron (patched Megatron-DeepSpeed) or native (the engine in native/)"),
@@ -281,54 +281,54 @@ TABLE: Sequence[Declaration] = (
     Declaration("OUTPUT_DIR", FilePath(), "place", "", "{repository}/outputs/{run}", "Checkpoint and log directory"),
     Declaration("RESUME", _ON_OFF, "watch", "", "0", "1 continues the run in OUTPUT_DIR from its newest intact checkpoint"),
 
-    Declaration("ENCODER_NUM_LAYERS", Whole(1, 10000), "model", "--encoder-num-layers", "", "Encoder depth", "t5"),
-    Declaration("DECODER_NUM_LAYERS", Whole(1, 10000), "model", "--decoder-num-layers", "", "Decoder depth", "t5"),
-    Declaration("NUM_LAYERS", Whole(1, 10000), "model", "--num-layers", "", "Depth", "gpt"),
-    Declaration("HIDDEN_SIZE", Whole(1), "model", "--hidden-size", "", "Hidden dimension"),
-    Declaration("NUM_ATTENTION_HEADS", Whole(1), "model", "--num-attention-heads", "", "Attention heads"),
-    Declaration("FFN_HIDDEN_SIZE", Whole(1), "model", "--ffn-hidden-size", "", "FFN intermediate size"),
-    Declaration("ENCODER_SEQ_LENGTH", Whole(1), "model", "--encoder-seq-length", "", "Encoder input length", "t5"),
-    Declaration("DECODER_SEQ_LENGTH", Whole(1), "model", "--decoder-seq-length", "", "Decoder output length", "t5"),
-    Declaration("SEQ_LENGTH", Whole(1), "model", "--seq-length", "", "Sequence length", "gpt"),
-    Declaration("VOCABULARY_MULTIPLE", Whole(1), "model", "", "128", "The vocabulary is padded to a multiple of this in every layout"),
+    Declaration("ENCODER_NUM_LAYERS", Integer(1, 10000), "model", "--encoder-num-layers", "", "Encoder depth", "t5"),
+    Declaration("DECODER_NUM_LAYERS", Integer(1, 10000), "model", "--decoder-num-layers", "", "Decoder depth", "t5"),
+    Declaration("NUM_LAYERS", Integer(1, 10000), "model", "--num-layers", "", "Depth", "gpt"),
+    Declaration("HIDDEN_SIZE", Integer(1), "model", "--hidden-size", "", "Hidden dimension"),
+    Declaration("NUM_ATTENTION_HEADS", Integer(1), "model", "--num-attention-heads", "", "Attention heads"),
+    Declaration("FFN_HIDDEN_SIZE", Integer(1), "model", "--ffn-hidden-size", "", "FFN intermediate size"),
+    Declaration("ENCODER_SEQ_LENGTH", Integer(1), "model", "--encoder-seq-length", "", "Encoder input length", "t5"),
+    Declaration("DECODER_SEQ_LENGTH", Integer(1), "model", "--decoder-seq-length", "", "Decoder output length", "t5"),
+    Declaration("SEQ_LENGTH", Integer(1), "model", "--seq-length", "", "Sequence length", "gpt"),
+    Declaration("VOCABULARY_MULTIPLE", Integer(1), "model", "", "128", "The vocabulary is padded to a multiple of this in every layout"),
     Declaration("DROPOUT", Decimal(), "model", "--attention-dropout,--hidden-dropout", "0.1", "Dropout of hidden states and attention weights"),
-    Declaration("GLOBAL_BATCH_SIZE", Whole(1), "model", "--global-batch-size", "16", "Global batch size"),
-    Declaration("MICRO_BATCH_SIZE", Whole(1), "model", "--micro-batch-size", "1", "Per-GPU micro-batch size"),
+    Declaration("GLOBAL_BATCH_SIZE", Integer(1), "model", "--global-batch-size", "16", "Global batch size"),
+    Declaration("MICRO_BATCH_SIZE", Integer(1), "model", "--micro-batch-size", "1", "Per-GPU micro-batch size"),
     Declaration("PRECISION_FLAG", OneOf(PRECISIONS, optional=True), "model", "=", "--bf16", "--bf16, --fp16, or empty for fp32"),
     Declaration("FLASH_ATTENTION", OneOf(("auto", "on", "off")), "method", "", "auto", "auto, on or off: for the decoder's self-attention, on CUDA in bf16 or fp16"),
     Declaration("GRADIENT_REDUCTION", OneOf(("default", "fp32")), "method", "", "default", "ZeRO reduces gradients in the training precision (default), or in fp32 as DDP does (fp32)"),
     Declaration("ZERO_REDUCE_ONCE", _ON_OFF, "method", "", "0", "ZeRO-2 and ZeRO-3 reduce gradients in every micro-batch (0), or add them up and reduce once an iteration (1, needs ENGINE=native)"),
     Declaration("OVERLAP_COMM", OneOf(("default", "on", "off")), "method", "", "default", "ZeRO communicates while it computes: on, off, or as the strategy's JSON says (default). On has hung on GPUs"),
-    Declaration("CUDA_DEVICE_MAX_CONNECTIONS", Whole(1, 32), "method", "", "1", "Hardware queues of a GPU; 1 keeps the order in which kernels are launched, more may overlap communication with computing"),
+    Declaration("CUDA_DEVICE_MAX_CONNECTIONS", Integer(1, 32), "method", "", "1", "Hardware queues of a GPU; 1 keeps the order in which kernels are launched, more may overlap communication with computing"),
     Declaration("RECOMPUTE", OneOf(("none", "selective", "full")), "method", "", "none", "Recompute activations in the backward pass: none, selective (attention) or full (layers)"),
     Declaration("PIPELINE_SCHEDULE", OneOf(SCHEDULES), "method", "", ONE_F_ONE_B, "Order of a pipeline's micro-batches: 1f1b, gpipe, interleaved or zero-bubble (docs/glossary.md). ENGINE=megatron has 1f1b, and interleaved for GPT"),
-    Declaration("VIRTUAL_PIPELINE_STAGES", Whole(2), "method", "", "2", "Parts of the model on each stage under PIPELINE_SCHEDULE=interleaved"),
+    Declaration("VIRTUAL_PIPELINE_STAGES", Integer(2), "method", "", "2", "Parts of the model on each stage under PIPELINE_SCHEDULE=interleaved"),
     Declaration("FSDP_KEEP_PARAMETERS", _ON_OFF, "method", "", "0", "FSDP2 gathers each layer's parameters when it computes (0), or all once an iteration and keeps them, as ZeRO-2 does (1)"),
-    Declaration("FSDP_SHARD_SIZE", Whole(0), "method", "", "0", "HSDP: number of processes that share one copy of the states (0: all data-parallel processes)"),
-    Declaration("TENSOR_PARALLEL_SIZE", Whole(1), "layout", "--tensor-model-parallel-size", "{tp}", "Tensor-parallel size"),
+    Declaration("FSDP_SHARD_SIZE", Integer(0), "method", "", "0", "HSDP: number of processes that share one copy of the states (0: all data-parallel processes)"),
+    Declaration("TENSOR_PARALLEL_SIZE", Integer(1), "layout", "--tensor-model-parallel-size", "{tp}", "Tensor-parallel size"),
     Declaration("SEQUENCE_PARALLEL", _ON_OFF, "method", "", "0", "1 also divides the tokens between tensor-parallel layers (needs ENGINE=native)"),
-    Declaration("PIPELINE_PARALLEL_SIZE", Whole(1), "layout", "--pipeline-model-parallel-size", "{pp}", "Pipeline-parallel size"),
+    Declaration("PIPELINE_PARALLEL_SIZE", Integer(1), "layout", "--pipeline-model-parallel-size", "{pp}", "Pipeline-parallel size"),
 
-    Declaration("TRAIN_ITERS", Whole(1), "recipe", "--train-iters", "1000", "Total training iterations"),
+    Declaration("TRAIN_ITERS", Integer(1), "recipe", "--train-iters", "1000", "Total training iterations"),
     Declaration("RAMPUP_BATCH_SIZE", _OPTIONAL_TEXT, "recipe", "", "", "Three numbers, START STEP SAMPLES: the batch grows from START in steps of STEP over SAMPLES samples; the run has TRAIN_ITERS x GLOBAL_BATCH_SIZE samples"),
     Declaration("LR", Decimal(), "recipe", "--lr", "0.0001", "Peak learning rate"),
     Declaration("MIN_LR", Decimal(), "recipe", "--min-lr", "0", "Learning rate at the end of the cosine"),
-    Declaration("LR_WARMUP_ITERS", Whole(0), "recipe", "--lr-warmup-iters", "0", "Iterations of linear warm-up"),
+    Declaration("LR_WARMUP_ITERS", Integer(0), "recipe", "--lr-warmup-iters", "0", "Iterations of linear warm-up"),
     Declaration("WEIGHT_DECAY", Decimal(), "recipe", "--weight-decay", "0.01", "AdamW weight decay"),
     Declaration("CLIP_GRAD", Decimal(), "recipe", "--clip-grad", "1.0", "Gradient-norm clipping"),
-    Declaration("SEED", Whole(1, why=WHY_NO_SEED_0), "recipe", "--seed", "1234", "Seed of weights, data order and dropout"),
-    Declaration("LOG_INTERVAL", Whole(1), "recipe", "--log-interval", "20", "Iterations between log lines; each shows the mean loss since the previous one"),
+    Declaration("SEED", Integer(1, why=WHY_NO_SEED_0), "recipe", "--seed", "1234", "Seed of weights, data order and dropout"),
+    Declaration("LOG_INTERVAL", Integer(1), "recipe", "--log-interval", "20", "Iterations between log lines; each shows the mean loss since the previous one"),
 
     Declaration("EVAL_ONLY", _ON_OFF, "watch", "", "0", "1 only evaluates the newest intact checkpoint in OUTPUT_DIR; the record goes to OUTPUT_DIR/evaluation"),
-    Declaration("EVAL_ITERS", Whole(0), "watch", "--eval-iters", "0", "Validation batches per evaluation (0: no evaluation)"),
-    Declaration("EVAL_INTERVAL", Whole(1), "watch", "--eval-interval", "1000", "Iterations between evaluations"),
-    Declaration("SAVE_INTERVAL", Whole(0), "watch", "", "0", "Iterations between checkpoints (0: none)"),
-    Declaration("PROFILE_ITERATION", Whole(0), "watch", "", "0", "Iteration to profile (0: none); t5bench explain shows where its time went"),
+    Declaration("EVAL_ITERS", Integer(0), "watch", "--eval-iters", "0", "Validation batches per evaluation (0: no evaluation)"),
+    Declaration("EVAL_INTERVAL", Integer(1), "watch", "--eval-interval", "1000", "Iterations between evaluations"),
+    Declaration("SAVE_INTERVAL", Integer(0), "watch", "", "0", "Iterations between checkpoints (0: none)"),
+    Declaration("PROFILE_ITERATION", Integer(0), "watch", "", "0", "Iteration to profile (0: none); t5bench explain shows where its time went"),
     Declaration("SAMPLE_INTERVAL", Decimal(0.01), "watch", "", "2", "Seconds between samples of the GPUs and the network counters"),
     Declaration("PEAK_TFLOPS", Decimal(optional=True), "watch", "", "", "The GPU's dense peak TFLOP/s, for the MFU (unset: looked up by the GPU's name)"),
-    Declaration("WATCHDOG_SECONDS", Whole(0), "watch", "", "3600", "Stop a run that makes no progress for this many seconds, and log every worker's stack (0: never)"),
-    Declaration("RENDEZVOUS_TIMEOUT", Whole(1), "watch", "", "600", "Seconds that a node waits for the others"),
-    Declaration("DISTRIBUTED_TIMEOUT_MINUTES", Whole(1), "watch", "--distributed-timeout-minutes", "10", "Minutes after which a stuck collective ends the run"),
+    Declaration("WATCHDOG_SECONDS", Integer(0), "watch", "", "3600", "Stop a run that makes no progress for this many seconds, and log every worker's stack (0: never)"),
+    Declaration("RENDEZVOUS_TIMEOUT", Integer(1), "watch", "", "600", "Seconds that a node waits for the others"),
+    Declaration("DISTRIBUTED_TIMEOUT_MINUTES", Integer(1), "watch", "--distributed-timeout-minutes", "10", "Minutes after which a stuck collective ends the run"),
 
     Declaration("T5_RUN_SECRET", Secret(optional=True), "label", "", "", "Secret that the nodes of a run share (unset: the one in your home directory)"),
     Declaration("WANDB_PROJECT", Text(), "label", "", "ml710-t5-parallelism", "W&B project name"),
@@ -346,7 +346,7 @@ def family_prefix(family: str) -> str:
     return "" if family == DEFAULT_FAMILY else f"{family}-"
 
 
-def places(family: str) -> dict[str, str]:
+def default_paths(family: str) -> dict[str, str]:
     """The places that formats of defaults name, for a model family."""
     directory = REPOSITORY / "megatron_data"
     data = directory if family == DEFAULT_FAMILY else directory / family
@@ -363,7 +363,7 @@ def default_values(family: str, preset: str, **named: object) -> dict[str, str]:
 
     named: strategy, port, tp and pp of the strategy's declaration, and gpus_per_node.
     """
-    words = places(family) | {name: str(value) for name, value in named.items()}
+    words = default_paths(family) | {name: str(value) for name, value in named.items()}
     words["run"] = f"{family_prefix(family)}{words['strategy']}"
     values = {entry.name: entry.default.format(**words) for entry in declarations_of(family)}
     sizes = MODEL_FAMILIES[family].presets[preset]

@@ -12,9 +12,9 @@ from datetime import timedelta
 from typing import Any
 
 from t5bench import Problem, note
-from t5bench.plan import alike
+from t5bench.plan import shared_facts
 
-# The recorder's name for what its node's plan has in common with the others' (t5bench/plan/alike.py), as JSON.
+# The recorder's name for what its node's plan has in common with the others' (t5bench/plan/shared_facts.py), as JSON.
 COMMON = "T5_COMMON_PLAN"
 # How much later than the others a node's first worker may have loaded its libraries.
 LATE_SECONDS = 300.0
@@ -33,7 +33,7 @@ def compare_plans(environ: Mapping[str, str] = os.environ) -> None:
         note(f"warning: the nodes could not compare their plans: {error}")
         return
     if verdict:
-        raise Problem(f"the nodes were started with different settings: {verdict}", alike.REMEDY)
+        raise Problem(f"the nodes were started with different settings: {verdict}", shared_facts.REMEDY)
 
 
 def _store(environ: Mapping[str, str]) -> Any:
@@ -58,7 +58,7 @@ def _ask_all(store: Any, node: int, nodes: int, own: Mapping[str, Any]) -> str:
 def _difference(here: Mapping[str, str], others: Mapping[int, Mapping[str, Any]]) -> str:
     for node, there in others.items():
         where = f"on node {node} ({there['host']})"
-        different = alike.difference(there["common"], where, here, "on node 0")
+        different = shared_facts.difference(there["common"], where, here, "on node 0")
         if there["common"] and here and different:
             return different
     return ""

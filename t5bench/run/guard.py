@@ -175,7 +175,7 @@ class Guard:
             self.workers_due_at = None  # when they are due, they may already have ended
         if self.workers_due_at is None or time.monotonic() < self.workers_due_at:
             return None
-        master = self.peers.place.address
+        master = self.peers.endpoint.address
         reason = f"torchrun could not join the run at {master}: whatever listens on the master's port does not answer"
         remedy = "Check rank 0, whose launcher may have refused to start, or choose another MASTER_PORT on every node"
         return Cause.now(ends.TIMEOUT, reason, remedy)

@@ -14,7 +14,7 @@ from t5bench.record.log import Evaluation, Iteration, PeakMemory, evaluation, it
 from t5bench.record.machine import HIDDEN
 from t5bench.record.records import metrics_line
 from t5bench.record.status import CauseFinder, now
-from t5bench.run.kept import KeptFile
+from t5bench.run.self_healing import SelfHealingFile
 from t5bench.text import Screen, visible
 
 BLOCK = 1 << 16
@@ -29,7 +29,7 @@ def timestamp(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, timezone.utc).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
-class Veil:
+class SecretFilter:
     """Removes secrets from a stream, even if they are split between blocks or lines."""
 
     def __init__(self, hidden: Sequence[str]) -> None:
@@ -61,7 +61,7 @@ class Veil:
         return len(text)
 
 
-class Line:
+class OutputLine:
     """A line that arrives in pieces, with a bound on what is kept of it."""
 
     def __init__(self) -> None:
@@ -96,10 +96,10 @@ class Output:
     ) -> None:
         """hidden: secrets, to be left out. stacks: called at the end; the stacks of the workers that were stopped, by
         rank. Raises OSError if there can be no log."""
-        self.log = KeptFile(log)
+        self.log = SelfHealingFile(log)
         self.metrics_path = metrics
-        self.metrics: KeptFile | None = None  # once there is an iteration line
-        self.veil = Veil(hidden)
+        self.metrics: SelfHealingFile | None = None  # once there is an iteration line
+        self.secrets = SecretFilter(hidden)
         self.on_iteration = on_iteration
         self.stacks = stacks
         self.finder = CauseFinder()
@@ -110,12 +110,12 @@ class Output:
         self.evaluations: list[Evaluation] = []
         self.unwritten: OSError | None = None
         self.padded_vocab_size: int | None = None
-        self.line = Line()
+        self.line = OutputLine()
         self.ended = 0.0
 
     def take(self, block: bytes, now: float) -> bytes:
         """Takes the next bytes; returns what may be shown of them and of what was held back before."""
-        shown = self.veil.clear(block)
+        shown = self.secrets.clear(block)
         *lines, rest = shown.split(b"\n")
         for line in lines:
             self._add(line, now)
@@ -171,11 +171,11 @@ class Output:
             if piece and self.line.returned:
                 if b"iteration" in self.line.kept or b"peak memory" in self.line.kept:
                     self._take_line(now)
-                self.line = Line()
+                self.line = OutputLine()
             self.line.add(piece)
 
     def _take_line(self, now: float) -> None:
-        text, self.line = self.line.text(), Line()
+        text, self.line = self.line.text(), OutputLine()
         self._log(text, now)
         self.finder.read(text, now)
         # The lines of several ranks may arrive as one.
@@ -188,7 +188,7 @@ class Output:
             if self.diverged_at is None and (progress.nan or not is_finite):
                 self.diverged_at = progress.iteration
             with self._noting_errors():
-                self.metrics = self.metrics or KeptFile(self.metrics_path, remembers=True)
+                self.metrics = self.metrics or SelfHealingFile(self.metrics_path, remembers=True)
                 self.metrics.write(f"{metrics_line(progress)}\n".encode())
                 self.metrics.flush()
         evaluated = evaluation(text)

@@ -10,15 +10,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Literal, TypedDict
 
-from t5bench.plan import alike, channel
+from t5bench.plan import channel, shared_facts
 from t5bench.plan.channel import (
     DIFFERS,
     LACKS_SECRET,
     SECRET_REMEDY,
     Alive,
     Channel,
+    Endpoint,
     Message,
-    Place,
     Refused,
     StrangerError,
 )
@@ -78,9 +78,12 @@ class Peers(Channel):
     kinds = Alive | Progress | Ended | Gone | Introduced | Differences
 
     def __init__(
-        self, place: Place, hurry: threading.Event | None = None, warn: Callable[[str], None] = lambda sentence: None
+        self,
+        endpoint: Endpoint,
+        hurry: threading.Event | None = None,
+        warn: Callable[[str], None] = lambda sentence: None,
     ) -> None:
-        super().__init__(place)
+        super().__init__(endpoint)
         self.hurry = hurry or threading.Event()
         self.warn = warn
         self.ends: dict[int, Mapping[str, Any]] = {}  # how other nodes ended, by rank
@@ -94,9 +97,9 @@ class Peers(Channel):
         self._strangers = 0
         # Set once all nodes that this one speaks to have the same plan, or it is known that this cannot be found out.
         self.compared = threading.Event()
-        if not place.secret:
+        if not endpoint.secret:
             self.compared.set()
-        if place.nodes > 1 and not place.secret:
+        if endpoint.nodes > 1 and not endpoint.secret:
             warn(f"without a secret, the nodes will not learn why another one failed. {SECRET_REMEDY}")
         self.start()
 
@@ -125,20 +128,20 @@ class Peers(Channel):
 
     def introduce(self, part: Mapping[str, Any]) -> None:
         """Sends this node's part of the record, once it is known; node 0 compares the others' parts with its own."""
-        if self.place.node == 0:
+        if self.endpoint.node == 0:
             self._compare(0, part)
         else:
             self.declare(Introduced(part=dict(part)))
 
     def ended(self, part: Mapping[str, Any]) -> None:
         """Tells the others how this node ended."""
-        if self.place.node == 0:
+        if self.endpoint.node == 0:
             self.over.set()
         self.declare(Ended(part=dict(part)))
 
     def hear(self, message: Any) -> None:
         node = message.node
-        if self.place.node == 0 and isinstance(message, Progress | Ended):
+        if self.endpoint.node == 0 and isinstance(message, Progress | Ended):
             self.pass_on(message)
         self.gone.pop(node, None)
         if isinstance(message, Refused):
@@ -155,7 +158,7 @@ class Peers(Channel):
             self.left(message.lost)
         elif isinstance(message, Alive):
             now = time.monotonic()
-            self.heard |= {n: now - age for n, age in message.ages.items() if n != self.place.node}
+            self.heard |= {n: now - age for n, age in message.ages.items() if n != self.endpoint.node}
             if message.idle is not None:
                 self.progress = max(self.progress, now - message.idle)
         elif isinstance(message, Introduced):
@@ -169,38 +172,38 @@ class Peers(Channel):
 
     def _is_whole(self) -> bool:
         """Whether all nodes that this one speaks to have come."""
-        return len(self.heard) == self.place.nodes - 1 if self.place.node == 0 else 0 in self.heard
+        return len(self.heard) == self.endpoint.nodes - 1 if self.endpoint.node == 0 else 0 in self.heard
 
     def left(self, node: int) -> None:
-        if node not in self.ends and node != self.place.node:
+        if node not in self.ends and node != self.endpoint.node:
             remedy = "Check whether it was rebooted, or its processes were killed by a user or because memory ran out"
             cause = Cause.now(NETWORK, "it disconnected without giving a reason", remedy, Strength.WAITED)
-            place = {"node": node, "nnodes": self.place.nodes, "host": self.hosts.get(node, "?")}
-            self.gone.setdefault(node, place | fields_of(cause) | {"signal": None, "ended": None})
-            if self.place.node == 0:
+            position = {"node": node, "nnodes": self.endpoint.nodes, "host": self.hosts.get(node, "?")}
+            self.gone.setdefault(node, position | fields_of(cause) | {"signal": None, "ended": None})
+            if self.endpoint.node == 0:
                 self.say(Gone(lost=node))
 
     def cannot_listen(self, error: OSError) -> None:
         self.compared.set()
-        if self.place.nodes == 1:
+        if self.endpoint.nodes == 1:
             return
         self.warn(
-            f"cannot listen on port {self.place.port} ({error.strerror}): when a node fails, the others will not learn"
-            " why. It is MASTER_PORT + 1000, so choose another MASTER_PORT"
+            f"cannot listen on port {self.endpoint.port} ({error.strerror}): when a node fails, the others will not"
+            " learn why. It is MASTER_PORT + 1000, so choose another MASTER_PORT"
         )
 
     def _conflict(self, found: str) -> None:
-        self.conflict = self.conflict or Cause.now(CONFIGURATION, found, alike.REMEDY)
+        self.conflict = self.conflict or Cause.now(CONFIGURATION, found, shared_facts.REMEDY)
         self.compared.set()
 
     def met_stranger(self, address: str, error: StrangerError) -> None:
         if error.code == DIFFERS:
             # Whoever comes by mistake when all nodes are there does not end their run.
-            if self.place.node == 0 and self._is_whole():
+            if self.endpoint.node == 0 and self._is_whole():
                 self.warn(f"{address} was refused: {error}")
                 return
             self._conflict(str(error))
-            if self.place.node == 0:
+            if self.endpoint.node == 0:
                 self.declare(Refused(why=error.found, code=DIFFERS))
             return
         if error.code != LACKS_SECRET:
@@ -226,7 +229,7 @@ class Peers(Channel):
         with self.lock:
             new = [sentence for sentence in sentences if sentence not in self.differences]
             self.differences += new
-            if new and self.place.node == 0:
+            if new and self.endpoint.node == 0:
                 self.declare(Differences(sentences=list(self.differences)))
         if new:
             more = f"; and {len(new) - MOST_DIFFERENCES} more" if len(new) > MOST_DIFFERENCES else ""
@@ -235,9 +238,9 @@ class Peers(Channel):
     @property
     def sees_progress(self) -> bool:
         """Whether a lack of progress means something: the last node has the iteration lines, node 0 passes them on."""
-        last = self.place.nodes - 1
-        source = last if self.place.node == 0 else 0
-        return self.place.node == last or self.ages().get(source, float("inf")) < channel.SILENT_SECONDS
+        last = self.endpoint.nodes - 1
+        source = last if self.endpoint.node == 0 else 0
+        return self.endpoint.node == last or self.ages().get(source, float("inf")) < channel.SILENT_SECONDS
 
     def silent(self) -> dict[int, float]:
         """Nodes that have neither ended nor disconnected but are silent (no power or network), and for how long."""
@@ -262,6 +265,6 @@ class Peers(Channel):
         """Whether a node may still report. One that never connected will not, and without node 0 nobody is heard."""
         over = self.ends.keys() | self.gone.keys()
         silent = self.silent().keys()
-        if self.place.node == 0:
+        if self.endpoint.node == 0:
             return not self.heard.keys() <= over | silent
         return 0 in self.heard and 0 not in silent and (0 in self.connections or 0 not in over)

@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from t5bench import REPOSITORY, note
-from t5bench.plan import alike, claim
-from t5bench.plan.channel import Place
+from t5bench.plan import run_lock, shared_facts
+from t5bench.plan.channel import Endpoint
 from t5bench.plan.ports import peer_port
 from t5bench.record import machine
 from t5bench.record import status as ends
@@ -66,9 +66,9 @@ class Part:
         self.plan = plan
         self.hidden = hidden
         self.is_described = False
-        self.place = {"node": plan.node, "nnodes": plan.layout.nnodes, "host": socket.gethostname()}
+        self.position = {"node": plan.node, "nnodes": plan.layout.nnodes, "host": socket.gethostname()}
         unknown = dict.fromkeys(("cause", "exit_status", "signal", "ended", "attempt", "padded_vocab_size"))
-        self.content: dict[str, Any] = {"format": FORMAT, **self.place, "pid": os.getpid()}
+        self.content: dict[str, Any] = {"format": FORMAT, **self.position, "pid": os.getpid()}
         self.content |= {"started": timestamp(now()), "plan": recorded, "peak_memory": []}
         self.content |= {"status": ends.RUNNING, "reason": "", "remedy": "", **unknown}
 
@@ -141,7 +141,7 @@ class Part:
     def _finish(self) -> None:
         self._set_aside_what_is_no_file()
         write_json(self.file("json"), self.content)
-        seal(Path(self.plan.output_dir), self.plan.node, self.place["nnodes"])
+        seal(Path(self.plan.output_dir), self.plan.node, self.position["nnodes"])
         write_run(Path(self.plan.output_dir), self.plan.node)
 
     def look(self, output: Output) -> None:
@@ -218,7 +218,7 @@ def follow(part: Part, peers: Peers, stacks: Stacks, training: Training) -> Outp
     if peers.conflict or training.interrupted.is_set():
         training.give_up()
     else:
-        training.start({COMMON: json.dumps(alike.facts_of(plan))} if peers.place.nodes > 1 else {})
+        training.start({COMMON: json.dumps(shared_facts.facts_of(plan))} if peers.endpoint.nodes > 1 else {})
     pass_on(output, training.output, sys.stdout.fileno(), training.is_over.is_set, lambda: part.look(output))
     training.wait()
     sampler.end()
@@ -258,9 +258,9 @@ def record(directory: Path, node: int, training: Training) -> int:
     hidden = machine.secrets(os.environ)
     killed_before = machine.oom_kills()
     refused_before = processes.refused_starts()
-    claim.keep(directory, f"node{node}")
+    run_lock.keep(directory, f"node{node}")
     part = Part(plan, machine.hide(content, hidden), hidden)
-    peers = Peers(Place.of(plan, peer_port(plan.number("MASTER_PORT"))), training.interrupted, warn)
+    peers = Peers(Endpoint.of(plan, peer_port(plan.number("MASTER_PORT"))), training.interrupted, warn)
     stacks = Stacks(part.file("stack"))
     part.look_around(peers.introduce)
     reports = Reports(reports_prefix(stacks.prefix), hidden)
@@ -292,7 +292,7 @@ def record(directory: Path, node: int, training: Training) -> int:
     else:
         how_it_ended = {"status": ends.COMPLETE, "reason": "", "remedy": "", "cause": None}
     end = {
-        **part.place,
+        **part.position,
         **how_it_ended,
         "exit_status": exit_status,
         "signal": interrupted_by,
@@ -311,7 +311,7 @@ def record(directory: Path, node: int, training: Training) -> int:
     peers.close()
     known = part.end(end, known)
     remove_shared_memory(plan)
-    claim.release(directory, f"node{node}", os.getpid())
+    run_lock.release(directory, f"node{node}", os.getpid())
     exit_code = guards.exit_code(known, end)
     tell_the_end(plan, known, exit_code)
     return exit_code

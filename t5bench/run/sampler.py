@@ -14,7 +14,7 @@ import psutil
 
 from t5bench.record.gpus import smi_selection
 from t5bench.record.status import now
-from t5bench.run.kept import KeptFile
+from t5bench.run.self_healing import SelfHealingFile
 
 # nvidia-smi's names of the fields, and those in a sample.
 _GPU_FIELDS = {
@@ -57,7 +57,7 @@ class Sampler:
         self.path = path
         self.seconds = seconds
         self.ended = threading.Event()
-        self.file: KeptFile | None = None
+        self.file: SelfHealingFile | None = None
         self.latest: dict[int, dict[str, float | None]] = {}  # the last sample of each GPU
         self.smi: subprocess.Popen[str] | None = None
         if has_gpus:
@@ -87,7 +87,7 @@ class Sampler:
             sample = {"time": round(now(), 3), "gpus": [gpus[index] for index in sorted(gpus)]}
             line = json.dumps(sample | {"network": network_counters()}) + "\n"
             with contextlib.suppress(OSError):
-                self.file = self.file or KeptFile(self.path)
+                self.file = self.file or SelfHealingFile(self.path)
                 self.file.write(line.encode())
                 self.file.restore()
             if is_last:

@@ -19,7 +19,7 @@ from statistics import fmean
 
 from t5bench import Interrupted, Problem, note, raise_on_signals
 from t5bench.arguments import at_least
-from t5bench.plan import claim, launchers
+from t5bench.plan import launchers, run_lock
 from t5bench.plan.engine import extension_locks
 from t5bench.plan.resume import misfits
 from t5bench.record import log
@@ -73,11 +73,11 @@ def run(args: argparse.Namespace) -> int:
             print("complete " if is_complete(directory) else "run      ", directory)
         return 0
     try:
-        claim.take(args.runs_dir, "sweep", os.getpid())
+        run_lock.take(args.runs_dir, "sweep", os.getpid())
         write_list(args.runs_dir, [str(directory.relative_to(args.runs_dir)) for directory in runs])
     except OSError as error:
         raise Problem(f"cannot write to {args.runs_dir}: {error.strerror}", "Choose another RUNS_DIR") from error
-    claim.keep(args.runs_dir, "sweep")
+    run_lock.keep(args.runs_dir, "sweep")
     try:
         began = run_all(launch, runs, args.runs_dir, args.retries, "Run the same command again to continue.")
     finally:

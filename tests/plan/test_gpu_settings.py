@@ -31,9 +31,9 @@ def test_offloading_without_curand_is_refused_on_a_gpu(making, monkeypatch: pyte
 
 
 def test_a_flash_attn_that_cannot_be_imported_is_not_chosen(making, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("t5bench.plan.place.installed_version", lambda name: "2.7.4")
+    monkeypatch.setattr("t5bench.plan.node_checks.installed_version", lambda name: "2.7.4")
     for fault, chosen in (("flash_attn cannot be imported: ImportError: undefined symbol", False), ("", True)):
-        monkeypatch.setattr("t5bench.plan.place.import_fault", lambda name, fault=fault: fault)
+        monkeypatch.setattr("t5bench.plan.node_checks.import_fault", lambda name, fault=fault: fault)
         made = making("ddp", DEVICE="cuda", NPROC_PER_NODE="1")
         assert ("--use-flash-attn-v2" in made.plan.arguments.words) == chosen
         assert fault in made.said

@@ -14,7 +14,7 @@ from t5bench.costmodel.machine import DEVICES
 from t5bench.costmodel.prediction import Prediction, machine_of
 from t5bench.plan.launchers import declarations
 from t5bench.record import ds_config
-from t5bench.record.command import ds_config_text
+from t5bench.record.command_script import ds_config_text
 from t5bench.record.ledger import Answer
 from t5bench.record.plan import ROLES, Arguments, Plan, by_name
 
@@ -463,8 +463,8 @@ def test_the_options_exist_in_deepspeed():
     ],
 )
 def test_the_chosen_attention_is_reported(making, monkeypatch, settings, installed, note):
-    monkeypatch.setattr("t5bench.plan.place.installed_version", lambda distribution: installed)
-    monkeypatch.setattr("t5bench.plan.place.import_fault", lambda module: "")
+    monkeypatch.setattr("t5bench.plan.node_checks.installed_version", lambda distribution: installed)
+    monkeypatch.setattr("t5bench.plan.node_checks.import_fault", lambda module: "")
     made = making("ddp", gpus=2, **settings)
     assert ("--use-flash-attn-v2" in made.plan.arguments.own) == ("flash-attn 2.7.4" in note)
     assert note in made.said

@@ -18,7 +18,7 @@ from support import Project, processes_with, wait_for, write_indexed_dataset
 
 from t5bench import Problem
 from t5bench.plan import channel
-from t5bench.plan.channel import Place
+from t5bench.plan.channel import Endpoint
 from t5bench.plan.ports import free_port, peer_port
 from t5bench.plan.resume import View, agreed, checkpoint, misfits
 from t5bench.record import machine
@@ -156,9 +156,9 @@ def agreement(*views: list[int], seconds: float = 20, second_run: str = "ddp") -
             newest = max((i for i in views[rank] if limit is None or i <= limit), default=0)
             return View(newest, "something is missing" if views[rank] else "", f"host{rank}")
 
-        place = Place(rank, len(views), "127.0.0.1", port, second_run if rank else "ddp", b"secret")
+        endpoint = Endpoint(rank, len(views), "127.0.0.1", port, second_run if rank else "ddp", b"secret")
         try:
-            results[rank] = agreed(place, look(None), look, seconds)
+            results[rank] = agreed(endpoint, look(None), look, seconds)
         except Problem as problem:
             results[rank] = str(problem)
 
@@ -192,7 +192,7 @@ def test_a_node_of_another_run_is_refused():
 def test_a_node_that_does_not_join_is_named(node: int, nodes: int, absent: str):
     started, view = time.monotonic(), View(10, "", "here")
     with pytest.raises(Problem, match=f"node {absent} did not report its checkpoint"):
-        agreed(Place(node, nodes, "127.0.0.1", free_port(), "ddp", b"secret"), view, lambda limit: view, 0.5)
+        agreed(Endpoint(node, nodes, "127.0.0.1", free_port(), "ddp", b"secret"), view, lambda limit: view, 0.5)
     assert time.monotonic() - started < 20
 
 

@@ -14,7 +14,7 @@ import pytest
 from made_runs import make_run
 from support import Project, wait_for
 
-from t5bench.plan import claim
+from t5bench.plan import run_lock
 from t5bench.plan.ports import free_port
 from t5bench.record.files import RecordError
 from t5bench.record.records import load
@@ -196,7 +196,7 @@ def test_a_damaged_claim_counts_until_it_is_old(
     path.write_bytes(text if isinstance(text, bytes) else text.replace("here", os.uname().nodename).encode())
     os.utime(path, times=(time.time() - age,) * 2)
     if age:
-        claim.take_for_run(tmp_path, 0, os.getpid(), {"SEED": "1"})
+        run_lock.take_for_run(tmp_path, 0, os.getpid(), {"SEED": "1"})
     else:
-        with pytest.raises(claim.Problem, match=rf"already in progress in .*{path.name}.* cannot be read"):
-            claim.take_for_run(tmp_path, 0, os.getpid(), {"SEED": "1"})
+        with pytest.raises(run_lock.Problem, match=rf"already in progress in .*{path.name}.* cannot be read"):
+            run_lock.take_for_run(tmp_path, 0, os.getpid(), {"SEED": "1"})

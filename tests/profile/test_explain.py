@@ -18,12 +18,12 @@ from real_runs import environment, train
 from support import wait_for
 
 from t5bench.plan.planner import plan
+from t5bench.profile import cpu_accounting, step, timeline
 from t5bench.profile import parts as profile
-from t5bench.profile import spent, step, timeline
+from t5bench.profile.cpu_accounting import CpuAccounting, MainThread, between, main_thread
 from t5bench.profile.explain import Explanation
 from t5bench.profile.parts import AXES, SENDING
 from t5bench.profile.record_causes import of_record
-from t5bench.profile.spent import MainThread, Spent, between, main_thread
 from t5bench.profile.step import Marks, OneIteration
 from t5bench.record.log import Evaluation
 from t5bench.record.records import load
@@ -157,7 +157,7 @@ def test_what_the_main_thread_spends_by_part():
     assert told["alone_ms"] == {profile.DATA: pytest.approx(50, abs=15), profile.LOGGING: 0}
     assert told["asleep_ms"] == pytest.approx(70, abs=15) and told["working_ms"] < 50
     assert main_thread(now, [], known=60.0)["asleep_ms"] == pytest.approx(10, abs=10)
-    told = main_thread(now, [{"": Spent(asleep=20.0)}] * 3)
+    told = main_thread(now, [{"": CpuAccounting(asleep=20.0)}] * 3)
     assert told["alone_ms"][profile.DATA] == told["working_ms"] == 0 and told["asleep_ms"] == 20
 
 
@@ -178,7 +178,7 @@ def test_a_collective_has_the_axis_of_its_ranks_and_what_a_ring_sends(monkeypatc
 def test_a_loader_that_waits_for_a_core_is_late_for_want_of_one(monkeypatch: pytest.MonkeyPatch):
     """As far as it computed and waited for a core, the main thread waited for that core too: 80 of 100 ms."""
     seen = iter(({1: (100.0, 0.0), 2: (0.0, 0.0)}, {1: (150.0, 30.0), 2: (190.0, 1.0)}))
-    monkeypatch.setattr(spent, "loaders", lambda: next(seen))
+    monkeypatch.setattr(cpu_accounting, "loaders", lambda: next(seen))
     main = MainThread()
     with main.in_part(profile.DATA):
         time.sleep(0.1)

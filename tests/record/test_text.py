@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from made_runs import make_run
 from support import REPO_ROOT
 
-from t5bench.record.command import quoted
+from t5bench.record.command_script import quoted
 from t5bench.text import Screen, on_terminal, visible, visible_in
 
 COLOURED = "\x1b[1;31mred\x1b[0m \x1b[38:2::1:2:3mexact\x1b[m"

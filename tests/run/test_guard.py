@@ -14,7 +14,7 @@ import pytest
 from made_runs import made_plan
 from support import REPO_ROOT, Project, processes_with, wait_for
 
-from t5bench.plan.channel import Place
+from t5bench.plan.channel import Endpoint
 from t5bench.plan.ports import free_port
 from t5bench.record.status import Cause, now
 from t5bench.run import guard as guards
@@ -59,7 +59,7 @@ class Run:
         self.mark, self.stacks = uuid.uuid4().hex, Stacks(directory / "stack")
         script = directory / "worker.py"
         script.write_text(worker)
-        self.peers = Peers(Place(0, 1, "127.0.0.1", 1, "a run", b"secret"))
+        self.peers = Peers(Endpoint(0, 1, "127.0.0.1", 1, "a run", b"secret"))
         self.process = subprocess.Popen(
             [sys.executable, "-c", program, REPO_ROOT / "t5bench/run/worker.py", self.stacks.prefix, script],
             env=os.environ | {"T5_RUN_MARK": self.mark, "PYTHONPATH": str(REPO_ROOT)},

@@ -21,7 +21,7 @@ from support import wait_for
 
 from t5bench import Problem
 from t5bench.plan import channel
-from t5bench.plan.channel import MOST_OF_ADDRESS, MOST_WAITING, Place, run_secret
+from t5bench.plan.channel import MOST_OF_ADDRESS, MOST_WAITING, Endpoint, run_secret
 from t5bench.plan.ports import free_port
 from t5bench.plan.resume import View, agreed
 from t5bench.run.peers import MOST_STRANGERS, Introduced, Peers
@@ -49,7 +49,7 @@ def peer() -> Iterator:
 
         def start(node: int, nodes: int, port: int = own_port, host: str = HOST, secret: bytes = SECRET, **options):
             return stack.enter_context(
-                contextlib.closing(Peers(Place(node, nodes, host, port, RUN, secret), **options))
+                contextlib.closing(Peers(Endpoint(node, nodes, host, port, RUN, secret), **options))
             )
 
         yield start
@@ -102,8 +102,8 @@ def test_a_node_with_another_plan_ends_a_run_only_before_it_has_all_its_nodes(co
     with contextlib.ExitStack() as stack:
 
         def start(node: int, seed: str, nodes: int = 2) -> Peers:
-            place = Place(node, nodes, HOST, port, RUN, SECRET, {"SEED": seed, "NNODES": str(nodes)})
-            return stack.enter_context(contextlib.closing(Peers(place, warn=warnings.append)))
+            endpoint = Endpoint(node, nodes, HOST, port, RUN, SECRET, {"SEED": seed, "NNODES": str(nodes)})
+            return stack.enter_context(contextlib.closing(Peers(endpoint, warn=warnings.append)))
 
         first = start(0, "1", 1 if comes == "to a run of one node" else 2)
         if comes == "beside a whole run":
@@ -273,13 +273,13 @@ def listener(peer) -> Peers:
     """Node 0 of a run of two nodes; `said` has what it says on the terminal."""
     said: list[str] = []
     made = peer(0, 2, warn=said.append)
-    made.said, made.port = said, made.place.port
+    made.said, made.port = said, made.endpoint.port
     return made
 
 
 def hears_node_1(listener: Peers) -> bool:
     """Whether the true node 1 can say how it ended."""
-    with contextlib.closing(Peers(Place(1, 2, HOST, listener.port, RUN, SECRET))) as node:
+    with contextlib.closing(Peers(Endpoint(1, 2, HOST, listener.port, RUN, SECRET))) as node:
         node.ended(END | {"status": "complete", "cause": None})
         wait_for(lambda: 1 in listener.ends, 15)
     return listener.ends[1]["status"] == "complete"
@@ -342,7 +342,7 @@ def test_without_a_secret_nobody_listens(peer):
     said: list[str] = []
     alone = peer(0, 2, secret=b"", warn=said.append)
     assert len(said) == 1 and "T5_RUN_SECRET" in said[0] and not alone.sees_progress
-    assert socket.socket().connect_ex((HOST, alone.place.port))
+    assert socket.socket().connect_ex((HOST, alone.endpoint.port))
 
 
 def test_a_stranger_has_little_time(listener, monkeypatch: pytest.MonkeyPatch):
@@ -375,7 +375,7 @@ def test_a_node_with_another_secret_is_warned_and_named():
 
     def resume(node: int, secret: bytes) -> None:
         with pytest.raises(Problem) as problem:
-            agreed(Place(node, 2, HOST, port, RUN, secret), View(10, "", "here"), lambda _: View(10, "", "here"), 2)
+            agreed(Endpoint(node, 2, HOST, port, RUN, secret), View(10, "", "here"), lambda _: View(10, "", "here"), 2)
         found[node] = problem.value
 
     threads = [threading.Thread(target=resume, args=each) for each in enumerate((SECRET, b"another"))]

@@ -65,7 +65,7 @@ class Lengths(msgspec.Struct):
     decoder: Count | None = None
 
 
-class Layout(msgspec.Struct):
+class PublishedLayout(msgspec.Struct):
     """How the model and its states were divided."""
 
     tp: Count | str | None = None
@@ -126,7 +126,7 @@ class Point(msgspec.Struct):
     model: Model
     lengths: Lengths
     precision: str
-    parallel: Layout
+    parallel: PublishedLayout
     hardware: Hardware
     measured: Measured
     use: Sequence[str]

@@ -115,10 +115,10 @@ def cut_along(name: str) -> tuple[int | None, int]:
 
 def whole_weights(folder: Path, args: Namespace) -> Weights:
     """All parameters of a checkpoint, each in one piece. args: the engine's arguments, as the checkpoint has them."""
-    return joined(args, {place: shard(folder, args, *place) for place in places(args)})
+    return joined(args, {ranks: shard(folder, args, *ranks) for ranks in model_parallel_ranks(args)})
 
 
-def places(args: Namespace) -> list[tuple[int, int]]:
+def model_parallel_ranks(args: Namespace) -> list[tuple[int, int]]:
     """(tensor-parallel rank, pipeline stage) of every shard; DeepSpeed's have all stages."""
     stages = 1 if args.deepspeed else args.pipeline_model_parallel_size
     return [(rank, stage) for rank in range(args.tensor_model_parallel_size) for stage in range(stages)]

@@ -16,7 +16,15 @@ from torch import Tensor
 
 from t5bench import Problem
 from t5bench.tools.convert.checkpoint_file import read_checkpoint_file
-from t5bench.tools.convert.shards import Gathered, Weights, flat, joined, places, zero3_states, zero_states
+from t5bench.tools.convert.shards import (
+    Gathered,
+    Weights,
+    flat,
+    joined,
+    model_parallel_ranks,
+    zero3_states,
+    zero_states,
+)
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MASTER = "master"
@@ -52,7 +60,7 @@ class TrainingState:
         """args: the engine's arguments, as the checkpoint has them. Raises Problem."""
         if args.deepspeed and args.ds_pipeline_enabled:
             raise Problem("the optimizer's states of DeepSpeed's pipeline engine (3D) are not converted")
-        shards = {place: shard(folder, args, *place) for place in places(args)}
+        shards = {ranks: shard(folder, args, *ranks) for ranks in model_parallel_ranks(args)}
         values = {kind: joined(args, {place: each.values[kind] for place, each in shards.items()}) for kind in KINDS}
         return cls(values, next(iter(shards.values())))
 

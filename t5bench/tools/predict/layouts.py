@@ -25,7 +25,7 @@ from t5bench.plan.launchers import ALONE, ENGINES
 from t5bench.plan.layout import LEAST_INTERLEAVED
 from t5bench.plan.planner import plan
 from t5bench.record.plan import ROLES, Plan
-from t5bench.record.settings import BY_NAME, Whole
+from t5bench.record.settings import BY_NAME, Integer
 from t5bench.tools.predict.command import (
     add_machine,
     device_for,
@@ -286,7 +286,7 @@ def default_batch() -> int:
 def whole_setting(name: str) -> int | None:
     """A setting in the environment. Raises Problem if it is not a whole number of at least 1."""
     value = os.environ.get(name, "")
-    fault = Whole(1).fault(name, value) if value else None
+    fault = Integer(1).fault(name, value) if value else None
     if fault:
         raise Problem(*fault)
     return int(value) if value else None

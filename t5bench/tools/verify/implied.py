@@ -7,11 +7,11 @@ kind of attention, W&B) is taken from the record, and so is what a user gave aft
 from collections.abc import Iterator
 from typing import Any
 
-from t5bench.plan import command
-from t5bench.plan.command import Choices
+from t5bench.plan import torchrun_command
 from t5bench.plan.draft import Draft
 from t5bench.plan.engine import SERIES, config_of_settings, offload_device
 from t5bench.plan.settings import values_from
+from t5bench.plan.torchrun_command import Choices
 from t5bench.record.plan import Plan, by_name, same_value
 from t5bench.record.settings import BY_NAME
 
@@ -63,8 +63,8 @@ def contradictions_of_command(plan: Plan) -> Iterator[str]:
     """Arguments that the settings imply and the engine was not given, and those that it was given without a reason."""
     draft = draft_of(plan)
     choices = choices_of(plan)
-    settings = by_name(command.setting_arguments(draft))
-    method = by_name(command.method_arguments(draft, choices))
+    settings = by_name(torchrun_command.setting_arguments(draft))
+    method = by_name(torchrun_command.method_arguments(draft, choices))
     given = by_name([*plan.arguments.settings, *plan.arguments.own])
     for name, value in (settings | method).items():
         if name not in given:
@@ -72,7 +72,7 @@ def contradictions_of_command(plan: Plan) -> Iterator[str]:
                 yield f"the settings imply {_shown(name, value)}, which the engine was not given"
         elif name not in PATHS and not same_value(given[name], value):
             yield f"the settings imply {_shown(name, value)}, but the engine was given {_shown(name, given[name])}"
-    possible = settings | by_name(command.own_arguments(draft, choices))
+    possible = settings | by_name(torchrun_command.own_arguments(draft, choices))
     for name, value in given.items():
         if name not in possible:
             yield f"the engine was given {_shown(name, value)}, which no setting of the plan implies"

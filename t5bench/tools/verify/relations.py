@@ -23,7 +23,7 @@ from t5bench.compare.statistics import event_within
 from t5bench.costmodel.flops import flops_per_iteration
 from t5bench.costmodel.parameters import parameters
 from t5bench.record import log
-from t5bench.record.command import script
+from t5bench.record.command_script import script
 from t5bench.record.files import METRICS, PROFILE, RecordError, read
 from t5bench.record.log import Iteration
 from t5bench.record.plan import FORMAT, Plan, by_name, same_value

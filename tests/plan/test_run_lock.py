@@ -11,18 +11,18 @@ import pytest
 from support import REPO_ROOT
 
 from t5bench import Problem
-from t5bench.plan import claim
+from t5bench.plan import run_lock
 
 TAKE = """
 import os, sys, time
 from pathlib import Path
 from t5bench import Problem
-from t5bench.plan import claim
+from t5bench.plan import run_lock
 
 while time.time() < float(sys.argv[2]):
     pass
 try:
-    claim.take(Path(sys.argv[1]), "node0", os.getpid())
+    run_lock.take(Path(sys.argv[1]), "node0", os.getpid())
     print("mine", flush=True)
 except Problem:
     print("refused", flush=True)
@@ -52,18 +52,18 @@ HOLDERS = {
 @pytest.mark.parametrize("name", HOLDERS)
 def test_how_long(tmp_path: Path, name: str):
     changes, age, is_held = HOLDERS[name]
-    claim.take(tmp_path, "node1", os.getpid())  # another node of the run
-    claim.take(tmp_path, "node0", os.getpid())
-    claim.keep(tmp_path, "node0")
+    run_lock.take(tmp_path, "node1", os.getpid())  # another node of the run
+    run_lock.take(tmp_path, "node0", os.getpid())
+    run_lock.keep(tmp_path, "node0")
     path = tmp_path / "node0.claim.1"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     os.utime(path, times=(time.time() - age,) * 2)
     path.with_suffix(".1.bak").touch()
     if is_held:
         with pytest.raises(Problem, match=rf"a run is already in progress in .* \(process {os.getpid()} on "):
-            claim.take(tmp_path, "node0", os.getppid())
+            run_lock.take(tmp_path, "node0", os.getppid())
     else:
-        claim.take(tmp_path, "node0", os.getppid())
+        run_lock.take(tmp_path, "node0", os.getppid())
 
 
 @pytest.mark.parametrize(("age", "is_held"), [(20, True), (60, False)])
@@ -71,17 +71,17 @@ def test_a_node_without_power_holds_a_run_that_another_has_ended_for_half_a_minu
     tmp_path: Path, age: int, is_held: bool
 ):
     """The run may start again on other nodes."""
-    claim.take_for_run(tmp_path, 1, os.getpid(), {})
-    claim.take(tmp_path, "node0", os.getpid())
+    run_lock.take_for_run(tmp_path, 1, os.getpid(), {})
+    run_lock.take(tmp_path, "node0", os.getpid())
     for name in ("node1", "run"):
         path = tmp_path / f"{name}.claim.1"
         path.write_text(json.dumps(json.loads(path.read_text()) | {"host": "elsewhere"}))
         os.utime(path, times=(time.time() - age,) * 2)
-    claim.release(tmp_path, "node0", os.getpid())
+    run_lock.release(tmp_path, "node0", os.getpid())
     ended = tmp_path / "node0.claim.1"
     ended.write_text(json.dumps(json.loads(ended.read_text()) | {"host": "third"}))
     if is_held:
         with pytest.raises(Problem, match="already in progress"):
-            claim.check_run(tmp_path, {"seed": "2"})
+            run_lock.check_run(tmp_path, {"seed": "2"})
     else:
-        claim.check_run(tmp_path, {"seed": "2"})
+        run_lock.check_run(tmp_path, {"seed": "2"})

@@ -13,11 +13,11 @@ from pathlib import Path
 from t5bench import Problem
 from t5bench.corpus.checksum import cached_tokenizer, describes, tokenizer_checksum
 from t5bench.corpus.index import SPLIT, Index, command_for, lacks_validation, read_index, read_record, record_path
-from t5bench.plan import alike, claim
+from t5bench.plan import run_lock, shared_facts
 from t5bench.plan.draft import Draft
 from t5bench.plan.families import family_of
 from t5bench.plan.toolkit import import_fault
-from t5bench.record.command import ds_config_text
+from t5bench.record.command_script import ds_config_text
 from t5bench.record.files import RecordError, read
 from t5bench.record.machine import installed_version
 from t5bench.record.plan import Plan, by_name
@@ -156,7 +156,10 @@ def choose_attention(draft: Draft, device: str) -> bool:
 
 def run_facts(plan: Plan) -> dict[str, str]:
     """What a run's claim on a directory says of it. A restarted node may resume what the others still hold."""
-    facts = alike.facts_of(plan) | {claim.MASTER: plan.master_address, "MASTER_PORT": plan.value("MASTER_PORT")}
+    facts = shared_facts.facts_of(plan) | {
+        run_lock.MASTER: plan.master_address,
+        "MASTER_PORT": plan.value("MASTER_PORT"),
+    }
     del facts["RESUME"]
     return facts
 
@@ -169,8 +172,8 @@ def check_output_directory(plan: Plan) -> list[Problem]:
         found = f"cannot write to the run directory {directory}: {fault}"
         return [Problem(found, "Choose another OUTPUT_DIR", "output-directory", fatal=False)]
     try:
-        claim.check_run(directory, run_facts(plan))
-        claim.check(directory, f"node{plan.node}")
+        run_lock.check_run(directory, run_facts(plan))
+        run_lock.check(directory, f"node{plan.node}")
     except Problem as problem:
         return [Problem(problem.found, problem.remedy, "running", fatal=False)]
     if plan.value("RESUME") == "1":
@@ -272,7 +275,7 @@ def prepare_directory(plan: Plan, launcher: int, script: str) -> None:
     # What another node left belongs to an earlier run, unless it is here already.
     left = {int(path.stem[4:]) for path in directory.glob("node*.json") if path.stem[4:].isdecimal()}
     for node in (left | {0, plan.layout.nnodes - 1}) - {plan.node}:
-        if not claim.is_held(directory, node):
+        if not run_lock.is_held(directory, node):
             for suffix in ("json", "sha256"):
                 _keep_earlier(directory / f"node{node}.{suffix}")
             if not keeps_metrics:

@@ -96,7 +96,7 @@ def _throttled_ms() -> float:
 
 
 @dataclass(frozen=True)
-class Spent:
+class CpuAccounting:
     """Milliseconds of a thread."""
 
     computed: float = 0.0
@@ -105,24 +105,24 @@ class Spent:
     asleep: float = 0.0
     """It neither computed nor waited for a core."""
 
-    def __add__(self, other: "Spent") -> "Spent":
-        return Spent(self.computed + other.computed, self.queued + other.queued, self.asleep + other.asleep)
+    def __add__(self, other: "CpuAccounting") -> "CpuAccounting":
+        return CpuAccounting(self.computed + other.computed, self.queued + other.queued, self.asleep + other.asleep)
 
-    def __sub__(self, other: "Spent") -> "Spent":
-        return Spent(self.computed - other.computed, self.queued - other.queued, self.asleep - other.asleep)
+    def __sub__(self, other: "CpuAccounting") -> "CpuAccounting":
+        return CpuAccounting(self.computed - other.computed, self.queued - other.queued, self.asleep - other.asleep)
 
 
-NOTHING = Spent()
+NOTHING = CpuAccounting()
 # By part; what belongs to none has the name OUTSIDE.
-Parts = Mapping[str, Spent]
+Parts = Mapping[str, CpuAccounting]
 OUTSIDE = ""
 
 
-def main_thread_now() -> Spent:
+def main_thread_now() -> CpuAccounting:
     """The main thread's time since a moment that is the same for all calls."""
     computed = 1000 * time.thread_time()
     queued = scheduled_ms("/proc/self")[1]
-    return Spent(computed, queued, 1000 * time.perf_counter() - computed - queued)
+    return CpuAccounting(computed, queued, 1000 * time.perf_counter() - computed - queued)
 
 
 class MainThread:
@@ -130,7 +130,7 @@ class MainThread:
 
     def __init__(self) -> None:
         self.thread = threading.get_ident()
-        self.spent: dict[str, Spent] = {}
+        self.spent: dict[str, CpuAccounting] = {}
         self.last = main_thread_now()
         self.within: list[str] = []  # the innermost part last
 
@@ -149,10 +149,10 @@ class MainThread:
             interval = self._count()
             if before:
                 waited = min(late_ms(before), max(0.0, interval.asleep))
-                self.spent[part] += Spent(queued=waited, asleep=-waited)
+                self.spent[part] += CpuAccounting(queued=waited, asleep=-waited)
             self.within.pop()
 
-    def _count(self) -> Spent:
+    def _count(self) -> CpuAccounting:
         """Adds the time since the last call to the innermost part, and returns it."""
         part = self.within[-1] if self.within else OUTSIDE
         now = main_thread_now()

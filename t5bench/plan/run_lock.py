@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from t5bench import Problem
-from t5bench.plan import alike
+from t5bench.plan import shared_facts
 from t5bench.plan.topology import same_host
 from t5bench.record import files
 from t5bench.record.files import write_whole
@@ -105,7 +105,7 @@ def check_run(directory: Path, run: Mapping[str, str], now: float | None = None)
     if same_host(theirs.get(MASTER, ""), ours.get(MASTER, "")):  # perhaps under another name
         theirs.pop(MASTER, None)
         ours.pop(MASTER, None)
-    different = alike.difference(theirs, "there", ours, "here")
+    different = shared_facts.difference(theirs, "there", ours, "here")
     if different:
         raise _in_progress(directory, live[0], f", which is another run: {different}")
 
@@ -169,7 +169,7 @@ def _in_progress(directory: Path, path: Path, which: str = "") -> Problem:
     holder = _read(path)
     remedy = "Wait for it, stop it, or choose another directory"
     if which:
-        remedy += f". If this is a node of that run: {alike.REMEDY[0].lower()}{alike.REMEDY[1:]}"
+        remedy += f". If this is a node of that run: {shared_facts.REMEDY[0].lower()}{shared_facts.REMEDY[1:]}"
     who = holder.name if holder else f"{path.name}, which was just made, cannot be read"
     remedy += f". If it no longer exists, remove {path}"
     return Problem(f"a run is already in progress in {directory} ({who}){which}", remedy)

@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 
-class KeptFile:
+class SelfHealingFile:
     """Appends to a file, and restores it if somebody removed it, put a shorter one in its place or emptied it.
 
     Its own open file still has what was removed. What was cut off is only known to a file that remembers its content,
