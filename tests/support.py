@@ -219,6 +219,10 @@ def write_plan(path: Path, plan: Plan) -> None:
     path.write_text(json.dumps(replace(plan, environment={"A": "B", **plan.environment}).to_json()))
 
 
+# No two processes of a test session, nor two sessions, take each other's recorders for theirs.
+RECORDED_PORT = 20000 + os.getpid() % 10000
+
+
 def record(
     directory: Path, output: str, *, end: str = "exit 0", node: int = 0, nodes: int = 1, **settings: str
 ) -> subprocess.CompletedProcess:
@@ -227,7 +231,7 @@ def record(
     directory.mkdir(parents=True, exist_ok=True)
     printed = directory.parent / f"{directory.name}.printed"
     printed.write_text(output)
-    fixed = {"LOG_INTERVAL": "1", "SAMPLE_INTERVAL": "1", "WATCHDOG_SECONDS": "0", "MASTER_PORT": "1"}
+    fixed = {"LOG_INTERVAL": "1", "SAMPLE_INTERVAL": "1", "WATCHDOG_SECONDS": "0", "MASTER_PORT": str(RECORDED_PORT)}
     chosen = {"OUTPUT_DIR": str(directory)} | fixed | settings
     fields = {"node": node, "engine": "native", "master_address": "127.0.0.1", "output_dir": str(directory)}
     plan = made_plan("ddp", chosen, nodes=nodes, world_size=nodes, **fields)

@@ -44,4 +44,4 @@ def test_a_ninth_strategy_is_swept_compared_and_drawn(extended: Project):
     assert names[:7] == ["ddp", "zero1", "zero2", "zero3", "zero3_offload", NAME, "pipeline"], result.stderr
     assert NAME in result.stdout
     page = (comparison / "index.html").read_text()
-    assert re.search(rf"\b{NAME}\b", page) and COLOUR in page and f"--cpu-optimizer ({NAME})" in page
+    assert re.search(rf"\b{NAME}\b", page) and COLOUR in page

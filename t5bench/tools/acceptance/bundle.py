@@ -26,7 +26,16 @@ from t5bench.record.status import CONFIGURATION, EXIT_CODES
 from t5bench.text import guard_streams
 
 # What DeepSpeed and the records need, and images with PyTorch and Transformers usually lack.
-CARRIED = ("deepspeed", "hjson", "msgspec", "pydantic", "pydantic-core", "annotated-types", "typing-inspection")
+CARRIED = (
+    "deepspeed",
+    "hjson",
+    "msgspec",
+    "pydantic",
+    "pydantic-core",
+    "annotated-types",
+    "typing-inspection",
+    "nvidia-ml-py",
+)
 # Built from its sources: pure Python as long as no operator is compiled ahead, so it serves every machine.
 BUILT = "deepspeed"
 # pip takes each name exactly.

@@ -157,7 +157,7 @@ def test_the_page_shows_what_the_command_prints(
         assert title in plain
         assert re.search(rf"{re.escape(title)} {seconds}\d* ", plain), (title, seconds)
     started = re.search(r"The fastest that the launchers can start, (.*):\n  (.*)\n", printed)
-    assert (started is None) == (model != "large")
+    assert (started is None) == (model == "t5-v1.1-xxl"), "no launcher has its gated activation"
     if started:
         title, line = started.groups()
         assert title in plain
