@@ -1,12 +1,15 @@
 """Writes the generated pages again, into docs/generated or a folder: ``python -m docs.make_generated [folder]``.
 
-A test (tests/docs/test_generated.py) asks that this changes nothing. What comes from runs stays as it is: the cells of
-ledger.json, the example and the pictures of the quick start. What launchers read of the ledger is written, too.
+So are the answers of the commands in learn.md. A test (tests/docs/test_generated.py) asks that this changes nothing.
+What comes from runs stays as it is: the cells of ledger.json, the example and the pictures of the quick start. What
+launchers read of the ledger is written, too.
 """
 
 import contextlib
 import json
 import os
+import re
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -18,6 +21,7 @@ from t5bench.record.ledger import DATA, write_shortened
 from t5bench.tools.ledger import tables
 
 FOLDER = Path(__file__).resolve().parent / "generated"
+COURSE = FOLDER.parent / "learn.md"
 # Without the settings of whoever runs this, and without the data of this checkout, whose vocabulary may be another.
 KEPT = ("PATH", "HOME", "LANG", "PYTHONPATH", "TMPDIR")
 
@@ -38,6 +42,25 @@ def write_printed(path: Path, *words: str) -> None:
         raise RuntimeError(f"python -m t5bench {' '.join(words)} ended with status {status}")
 
 
+# A command of a page with what it prints, which is its own block below.
+ANSWERED = re.compile(
+    r"(?P<asks>^```bash\n(?P<command>.*)\n```\n\n```text\n)(?P<answer>(?s:.*?))(?=^```$)", re.MULTILINE
+)
+
+
+def with_answers(page: str) -> str:
+    """The page with what its commands print today."""
+
+    def asked(block: re.Match[str]) -> str:
+        command = ["bash", "-euo", "pipefail", "-c", block["command"]]
+        run = subprocess.run(command, cwd=FOLDER.parents[1], capture_output=True, text=True, check=True)
+        lines = [line.rstrip() for line in run.stdout.splitlines()]
+        return block["asks"] + "".join(f"{line}\n" for line in lines)
+
+    with without_settings():
+        return ANSWERED.sub(asked, page)
+
+
 def write_all(folder: Path) -> None:
     cells = json.loads(DATA.read_text())["cells"]
     with without_settings():
@@ -53,4 +76,5 @@ if __name__ == "__main__":
         write_all(Path(sys.argv[1]))
     else:
         write_all(FOLDER)
+        COURSE.write_text(with_answers(COURSE.read_text()))
         write_shortened(json.loads(DATA.read_text()))

@@ -122,4 +122,4 @@ def test_the_course_runs_as_it_stands(tmp_path: Path):
     options = {"cwd": clone, "env": environment(), "capture_output": True, "text": True, "timeout": 580}
     result = subprocess.run(command, check=False, **options)
     assert result.returncode == 0, result.stderr[-2000:]
-    assert result.stdout.count("PASS: all train the same model") == 4
+    assert result.stdout.count("PASS: all train the same model") == 5

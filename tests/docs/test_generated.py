@@ -2,7 +2,17 @@
 
 from pathlib import Path
 
+import pytest
+
 from docs import make_generated
+
+
+@pytest.mark.slow
+def test_the_courses_answers_are_what_its_commands_print():
+    """After a change of what they say: python -m docs.make_generated"""
+    page = make_generated.COURSE.read_text()
+    assert len(make_generated.ANSWERED.findall(page)) == 5
+    assert make_generated.with_answers(page) == page
 
 
 def test_writing_all_pages_again_changes_nothing(tmp_path: Path):

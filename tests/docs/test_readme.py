@@ -15,6 +15,8 @@ from support import REPO_ROOT, Project
 
 from t5bench.plan.launchers import all_declarations
 from t5bench.plan.ports import free_port
+from t5bench.plan.support import refusal
+from t5bench.record.plan import Strategy
 from t5bench.record.status import EXIT_CODES
 
 README = (REPO_ROOT / "README.md").read_text()
@@ -50,13 +52,27 @@ def test_strategy_table_is_what_the_launchers_declare():
     rows = [row for row in table_rows("Strategy") if row[1].startswith("run_megatron")]
     declared = {f"run_megatron_t5_{strategy.name}.sh": strategy for strategy in all_declarations()}
     assert {row[1] for row in rows} == declared.keys()
-    for name, script, port, parallelism in rows:
+    for name, script, port, parallelism, engine in rows:
+        assert engine == engines_of(declared[script])
         assert port == str(declared[script].port)
         title, _, what = declared[script].title.partition(": ")
         assert title == name
         assert what.lower() == parallelism.lower()
         lines = (REPO_ROOT / "scripts" / script).read_text().splitlines()
         assert len([line for line in lines if line and not line.startswith("#")]) <= 11, "a launcher is a declaration"
+
+
+def engines_of(strategy: Strategy) -> str:
+    """What the table says of them, as the planner answers."""
+    trains = [
+        (engine, family)
+        for engine in ("megatron", "native")
+        for family in ("t5", "gpt")
+        if not refusal(strategy, engine, family, {})
+    ]
+    shown = {4: "both", 2: "native", 1: "Megatron-DeepSpeed, GPT"}[len(trains)]
+    assert shown == "both" or trains in ([("native", "t5"), ("native", "gpt")], [("megatron", "gpt")])
+    return shown
 
 
 def test_seed_settings_keep_their_names_and_defaults():
@@ -122,6 +138,19 @@ def name(entry: dict) -> str:
     return NAMES.get(kind, kind) + SIZES.get(kind, "").format(**entry["parallel"])
 
 
+def test_the_hour_is_predicted_as_the_readme_says(tmp_path: Path):
+    """Of the strategies that two GPUs can hold; each iteration of each is run 40 x 3 times."""
+    (command,) = re.findall(r"`ENGINE=native MICRO_BATCH_SIZE=4 python (-m t5bench predict [^`]*)`", README)
+    settings = {"ENGINE": "native", "MICRO_BATCH_SIZE": "4", "MEGATRON_DATA_DIR": str(tmp_path)}
+    options = {"cwd": REPO_ROOT, "env": os.environ | settings, "capture_output": True, "text": True, "check": True}
+    output = subprocess.run([sys.executable, *command.split(), "--json"], **options).stdout
+    rows = json.loads(output)["rows"]
+    seconds = sum(row["seconds"]["total"] for row in rows if row["strategy"] != "hybrid")
+    assert len(rows) == 9 and "the other eight" in README
+    minutes = seconds * 40 * 3 / 60
+    assert f"predicted to take {seconds:.0f} seconds together, so all runs {minutes:.0f} minutes" in README
+
+
 COMMANDS = [block for block in BASH_BLOCKS if "quickstart.sh" not in block]
 COMMANDS += re.findall(r"`(bash scripts/run_megatron_t5_\w+\.sh \${NODE0} 1)`", README)
 
@@ -135,6 +164,12 @@ def test_every_command_runs(project: Project, tmp_path: Path, block: str):
     project.add_stub(
         "python", f'#!/usr/bin/env bash\nprintf "True 12.4\\n"\nprintf "%s" "$*" >"{project.stubs}/python"\n'
     )
+    if "t5bench.sweep.venv" in block:
+        project.add_stub("python3", RECORDER)
+        clone = project.root / "T5-Parallelism"
+        (clone / ".venv" / "bin").mkdir(parents=True)
+        (clone / ".venv" / "bin" / "activate").touch()
+        (clone / "scripts").symlink_to(project.root / "scripts")
     for name in ("prepare_xsum_megatron.sh", "setup_megatron.sh"):
         project.script(name).write_text(RECORDER)
     for name in ("README.md", "requirements.txt", "patches/series"):
