@@ -3,7 +3,8 @@
 #
 # Usage: bash scripts/run_megatron_t5_all.sh [--dry-run] [--help]
 #
-# The strategies run on this machine or, with LAUNCH=ssh, on several nodes. If a strategy needs more
+# The strategies run on this machine or, with LAUNCH=ssh, on several nodes. Those that the engine or
+# the model family lacks are left out, and named: FSDP2 needs ENGINE=native. If a strategy needs more
 # processes, DDP also runs with that many, so that every row has a baseline of its size. After an
 # interruption, run it again to continue.
 #   --dry-run   print what would run and what would not
