@@ -13,7 +13,7 @@ from t5bench import REPOSITORY, Problem, note, raise_on_signals
 from t5bench.compare.parity import NATIVE, SEEDS, TOLERANCE
 from t5bench.compare.sensitivity import MARGIN
 from t5bench.costmodel.schedule import INTERLEAVED, ZERO_BUBBLE
-from t5bench.plan.launchers import accepted, declarations
+from t5bench.plan.launchers import accepted, declarations, tell_left_out
 from t5bench.record.plan import Plan
 from t5bench.record.records import load
 from t5bench.sweep.launch import BASELINE, Launch, PlannedRun, choose, plan_runs
@@ -53,6 +53,8 @@ def run(args: argparse.Namespace) -> int:
         said = f"{' and '.join(unset)} must be set, which the script does that calls this"
         raise Problem(said, "Run: bash scripts/check_parity.sh")
     strategies = list(dict.fromkeys([BASELINE, *choose(args.strategies)]))
+    if not args.strategies:
+        tell_left_out()
     if args.engine == NATIVE and strategies == [BASELINE] and not args.sensitivity:
         raise Problem(f"{BASELINE} is the baseline and needs another strategy to compare", "Name one, or none for all")
     # Runs of an engine that has changed since would be mistaken for runs of this one.
