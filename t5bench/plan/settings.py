@@ -225,8 +225,8 @@ def full_help(declarations: Sequence[Declaration], defaults: Mapping[str, str]) 
 def _by_heading(declarations: Sequence[Declaration]) -> dict[str, list[Declaration]]:
     """The settings by the heading of their role, in the order of the roles."""
     groups: dict[str, list[Declaration]] = {role.heading: [] for role in ROLES.values()}
-    for declaration in declarations:
-        groups[ROLES[declaration.role].heading].append(declaration)
+    for name, role in ROLES.items():
+        groups[role.heading] += [declaration for declaration in declarations if declaration.role == name]
     return {heading: group for heading, group in groups.items() if group}
 
 
