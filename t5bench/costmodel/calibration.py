@@ -2,15 +2,16 @@
 
 Before any run, each direction of doubt (intervals.py) has a normal distribution. Measured times update it by Bayes'
 rule, with times that answer linearly to small changes: one run that the host limits says what the host costs, and next
-to nothing of the GPU; runs of both kinds say both.
+to nothing of the GPU; runs of both kinds say both. Layouts of a run's shape share most of its own error, because their
+layers compute the same products (intervals.py).
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from math import exp, log, sqrt
 
 from t5bench.costmodel import intervals, time
-from t5bench.costmodel.intervals import LAYOUT, Shift
+from t5bench.costmodel.intervals import OF_LAYOUT, OF_SHAPE, Shape, Shift, shape_of
 from t5bench.costmodel.job import Job
 from t5bench.costmodel.machine import Machine
 
@@ -37,6 +38,10 @@ class Calibrated:
     """How much longer everything takes than the figures say."""
     directions: tuple[Shift, ...]
     """What is still not known, by one standard deviation each."""
+    shapes: Mapping[Shape, float] = field(default_factory=dict)
+    """How much longer layouts of a shape take besides, as natural logarithms; of the shapes that have run."""
+    shape_doubts: Mapping[Shape, tuple[float, ...]] = field(default_factory=dict)
+    """By how much that changes along each of the directions."""
 
     @property
     def slower(self) -> float:
@@ -48,6 +53,25 @@ class Calibrated:
         host = machine.host
         seconds = host.operator_seconds * exp(self.shift.host - self.shift.gpu)
         return replace(machine, measured_host=replace(host, operator_seconds=seconds))
+
+    def seconds(self, job: Job, machine: Machine, backend: str = "nccl") -> float:
+        """The seconds of an iteration."""
+        plain = intervals.shifted_seconds(job, machine, backend, 1.0, self.shift)
+        return plain * exp(self.shapes.get(shape_of(job), 0.0))
+
+    def responses(self, job: Job, machine: Machine, backend: str = "nccl") -> list[tuple[float, float]]:
+        """How the logarithm of its time answers to what is still not known (intervals.py)."""
+        on = self.machine(machine)
+        directions = self.directions or intervals.doubts(machine)
+        answers = intervals.responses(job, on, backend, self.slower, directions)
+        doubts = self.shape_doubts.get(shape_of(job))
+        if not doubts:
+            return answers
+        return [(more + doubt, less - doubt) for (more, less), doubt in zip(answers, doubts, strict=True)]
+
+    def own(self, job: Job) -> float:
+        """The standard deviation of its own error, which no direction explains."""
+        return OF_LAYOUT if shape_of(job) in self.shapes else intervals.LAYOUT
 
     @property
     def host(self) -> float:
@@ -63,14 +87,18 @@ def calibrate(runs: Sequence[Measured]) -> Calibrated:
             found = f"sending alone takes {sending:.3g} s at this link's rate, the iteration {run.seconds:.3g} s"
             raise ValueError(found)
     directions = intervals.doubts(runs[0].machine)
-    count = len(directions)
+    shapes = list(dict.fromkeys(shape_of(run.job) for run in runs))
+    count = len(directions) + len(shapes)
     position = [0.0] * count  # in standard deviations
 
+    def axis_of(run: Measured) -> int:
+        return len(directions) + shapes.index(shape_of(run.job))
+
     def logarithm(run: Measured, at: Sequence[float]) -> float:
-        shift = Shift()
-        for direction, size in zip(directions, at, strict=True):
-            shift = shift.plus(direction.times(size))
-        return log(intervals.shifted_seconds(run.job, run.machine, run.backend, 1.0, shift))
+        shift = _along(directions, at)
+        return at[axis_of(run)] * OF_SHAPE + log(
+            intervals.shifted_seconds(run.job, run.machine, run.backend, 1.0, shift)
+        )
 
     covariance = _identity(count)
     for _ in range(ROUNDS):
@@ -89,7 +117,7 @@ def calibrate(runs: Sequence[Measured]) -> Calibrated:
             expected += sum(each * (new - old) for each, new, old in zip(response, following, position, strict=True))
             surprise = log(run.seconds) - expected
             spread = [sum(row[axis] * response[axis] for axis in range(count)) for row in covariance]
-            variance = sum(each * other for each, other in zip(response, spread, strict=True)) + LAYOUT**2
+            variance = sum(each * other for each, other in zip(response, spread, strict=True)) + OF_LAYOUT**2
             following = [old + each * surprise / variance for old, each in zip(following, spread, strict=True)]
             covariance = [
                 [covariance[i][j] - spread[i] * spread[j] / variance for j in range(count)] for i in range(count)
@@ -98,16 +126,26 @@ def calibrate(runs: Sequence[Measured]) -> Calibrated:
         position = following
         if moved < 1e-6:
             break
-    shift = Shift()
-    for direction, size in zip(directions, position, strict=True):
-        shift = shift.plus(direction.times(size))
     left = []
+    shape_columns = []
     for column in _root(covariance):
-        doubt = Shift()
-        for direction, size in zip(directions, column, strict=True):
-            doubt = doubt.plus(direction.times(size))
-        left.append(doubt)
-    return Calibrated(shift, tuple(left))
+        left.append(_along(directions, column))
+        shape_columns.append([OF_SHAPE * size for size in column[len(directions) :]])
+    offsets = [OF_SHAPE * size for size in position[len(directions) :]]
+    return Calibrated(
+        _along(directions, position),
+        tuple(left),
+        shapes=dict(zip(shapes, offsets, strict=True)),
+        shape_doubts=dict(zip(shapes, zip(*shape_columns, strict=True), strict=True)),
+    )
+
+
+def _along(directions: Sequence[Shift], sizes: Sequence[float]) -> Shift:
+    """So many standard deviations along each direction; further sizes are of something else."""
+    shift = Shift()
+    for direction, size in zip(directions, sizes, strict=False):
+        shift = shift.plus(direction.times(size))
+    return shift
 
 
 def _identity(count: int) -> list[list[float]]:

@@ -9,6 +9,7 @@ how many others they hold; ``--choice`` does it for the choice among layouts. Te
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import exp, log, sqrt
+from typing import TypeAlias
 
 from t5bench.costmodel import time
 from t5bench.costmodel.job import Job
@@ -27,6 +28,11 @@ MEMORY = 1.054
 # Standard deviations of natural logarithms. A ratio has the errors of two layouts.
 LAYOUT = 0.107
 """Of what a layout does not share with others: evidence/grid.py's."""
+SHARED = 0.85
+"""The share of its variance that layouts of one shape have in common: what evidence/grid.py's pairs show that differ in
+pipeline stages alone. Layouts that differ in their shape have none."""
+OF_SHAPE = LAYOUT * sqrt(SHARED)
+OF_LAYOUT = LAYOUT * sqrt(1 - SHARED)
 GPU = sqrt((log(TIME) / Z) ** 2 - LAYOUT**2)
 """Of what all layouts share of the GPU: its rates in this software."""
 LINK = 0.30
@@ -36,6 +42,16 @@ CPU_SPEED = 1.5
 """Of a CPU: nothing is known of its speed before a run calibrates it."""
 CPU_HOST = 0.30
 """Of the cost of an operator on a CPU beside its speed in arithmetic."""
+
+
+Shape: TypeAlias = tuple[str, int, int, bool, int, str]
+
+
+def shape_of(job: Job) -> Shape:
+    """What decides how well a layer's products suit the GPU and its host: layouts that share it share errors."""
+    parallel = job.parallel
+    hidden = job.architecture.hidden
+    return job.engine, hidden, parallel.tensor, parallel.sequence_parallel, job.micro_batch, job.recompute
 
 
 @dataclass(frozen=True)

@@ -98,6 +98,8 @@ class Judged:
     cell: Cell
     seconds: float
     responses: Sequence[tuple[float, float]]
+    own: float = intervals.LAYOUT
+    """The standard deviation of its own error."""
 
     @property
     def error(self) -> float:
@@ -106,7 +108,7 @@ class Judged:
     @cached_property
     def is_held(self) -> bool:
         """Whether the 90 % interval holds what was measured."""
-        down, up = intervals.factors(self.responses, intervals.LAYOUT)
+        down, up = intervals.factors(self.responses, self.own)
         return self.seconds / down <= self.cell.seconds <= self.seconds * up
 
 
@@ -117,11 +119,8 @@ def predict(cells: Iterable[Cell], known: Calibrated = NOTHING_KNOWN) -> list[Ju
     """known: what runs on the machine have shown."""
     judged = []
     for cell in cells:
-        seconds = intervals.shifted_seconds(cell.job, cell.machine, "nccl", 1.0, known.shift)
-        machine = known.machine(cell.machine)
-        directions = known.directions or intervals.doubts(machine)
-        responses = intervals.responses(cell.job, machine, "nccl", known.slower, directions)
-        judged.append(Judged(cell, seconds, responses))
+        seconds = known.seconds(cell.job, cell.machine)
+        judged.append(Judged(cell, seconds, known.responses(cell.job, cell.machine), known.own(cell.job)))
     return judged
 
 

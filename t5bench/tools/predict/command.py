@@ -1,10 +1,9 @@
 """``python -m t5bench predict``: predict what each strategy will cost, or compare runs with their predictions."""
 
 import argparse
-import contextlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import geometric_mean
@@ -18,26 +17,18 @@ from t5bench.compare.rows import Row, make_row
 from t5bench.costmodel import schedule, time
 from t5bench.costmodel.calibration import Calibrated, Measured, calibrate
 from t5bench.costmodel.evidence import check, grid, intervals, tutorials
-from t5bench.costmodel.job import Architecture, Job, padded
-from t5bench.costmodel.machine import DEVICES, GIB, Device, Host, Link, device_of
+from t5bench.costmodel.job import Job
+from t5bench.costmodel.machine import GIB, Link, device_of
 from t5bench.costmodel.memory import activation_bytes, in_flight
-from t5bench.costmodel.prediction import LATENCY, Prediction, with_link
+from t5bench.costmodel.prediction import Prediction, with_link
 from t5bench.costmodel.presets import NOTES, PRESETS
 from t5bench.costmodel.time import CPU
-from t5bench.plan.families import FAMILIES
-from t5bench.plan.forecast import GIGABITS, gpu_here, padded_vocabulary
+from t5bench.plan.asked import add_machine, device_for, host_of, link_of, settings_left_out, settings_of, vocabulary_of
 from t5bench.plan.launchers import all_declarations, declarations, with_slurm_hosts
 from t5bench.plan.planner import plan
-from t5bench.record.host_cost import read_host_cost
-from t5bench.record.network import read_network
 from t5bench.record.plan import Plan, Strategy
 from t5bench.record.records import load
-from t5bench.record.settings import BY_NAME
 from t5bench.tools.predict import executed
-
-# Other names of settings, and what says where a run is.
-OTHER_SETTINGS = ("GPUS_PER_NODE", "TP_SIZE", "PP_SIZE", "HOSTS", "MASTER_ADDR", "NODE_RANK", "MEGATRON_DATA_DIR")
-SETTINGS_PRESETS = ("tiny", "small", "base", "large")  # values of MODEL_PRESET
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,39 +59,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     rank = "with --execute: this rank (default: the first of each stage)"
     parser.add_argument("--gpus", type=at_least(1), help=gpus)
     parser.add_argument("--rank", type=at_least(0), help=rank)
-
-
-def add_machine(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--device", default="", help="a GPU's name, as in nvidia-smi or in this project")
-    link = f"a node's link in Gbit/s (default: {GIGABITS:g})"
-    latency = f"latency between nodes in microseconds (default: {LATENCY * 1e6:g})"
-    network = "the file that check_cluster.sh --network wrote, instead of --link and --latency"
-    parser.add_argument("--link", type=at_least(1e-6, float), metavar="GBIT", help=link)
-    parser.add_argument("--latency", type=at_least(0, float), metavar="US", help=latency)
-    parser.add_argument("--network", type=Path, metavar="FILE", help=network)
-    host = "the file that check_cluster.sh --host wrote: what an operator costs the hosts"
-    parser.add_argument("--host", type=Path, metavar="FILE", help=host)
-    model = f"a preset (tiny, small, base or large) or published dimensions: {' '.join(PRESETS)}"
-    parser.add_argument("--model", help=model)
-    vocabulary = "vocabulary size before padding (default: the data's, else the model family's)"
-    parser.add_argument("--vocabulary", type=at_least(1), help=vocabulary)
-    defaults = "take no setting from the environment, but the launchers' defaults"
-    parser.add_argument("--defaults", action="store_true", help=defaults)
-    parser.add_argument("--json", action="store_true", help="for programs")
-
-
-@contextlib.contextmanager
-def settings_left_out(is_asked: bool) -> Iterator[None]:
-    """No setting is in the environment in this block, where that is asked."""
-    before = dict(os.environ)
-    if is_asked:
-        for name in (*BY_NAME, *OTHER_SETTINGS):
-            os.environ.pop(name, None)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -229,22 +187,6 @@ def schedules_beside(prediction: Prediction) -> list[dict[str, str | float]]:
     return rows
 
 
-def link_of(network: Path | None, gigabits: float | None, microseconds: float | None) -> Link:
-    """The link between nodes, as it was measured or as it is stated. Raises Problem for both at once."""
-    if not network:
-        latency = LATENCY if microseconds is None else microseconds * 1e-6
-        return Link((gigabits or GIGABITS) * 1e9 / 8, latency)
-    if gigabits is not None or microseconds is not None:
-        found = f"{network} has the link's rate and latency, and options state them, too"
-        raise Problem(found, "Leave out the file, or the options")
-    return read_network(network).link
-
-
-def host_of(path: Path | None) -> Host | None:
-    """The hosts as they were measured. Raises Problem."""
-    return read_host_cost(path).host if path else None
-
-
 def predicted(
     args: argparse.Namespace, plan: Plan, row: Row | None, slower: float | None = None, link: Link | None = None
 ) -> Prediction:
@@ -321,56 +263,9 @@ def only_elsewhere(args: argparse.Namespace) -> list[str]:
     return sentences
 
 
-def settings_of(model: str | None) -> dict[str, str]:
-    """The settings that choose a model by its name. Raises Problem."""
-    if model in PRESETS:
-        return settings_of_sizes(PRESETS[model])
-    if model and model not in SETTINGS_PRESETS:
-        known = " ".join((*SETTINGS_PRESETS, *PRESETS))
-        raise Problem(f"the model '{model}' is unknown", f"Choose from: {known}")
-    return {"MODEL_PRESET": model} if model else {}
-
-
-def settings_of_sizes(a: Architecture) -> dict[str, str]:
-    """The settings that have a model's sizes, so that the launchers' checks read these and not their defaults.
-
-    Where the launchers cannot describe its heads, the hidden size is one that they divide.
-    """
-    settings = {
-        "MODEL_FAMILY": a.family,
-        "HIDDEN_SIZE": a.query if a.hidden % a.heads else a.hidden,
-        "NUM_ATTENTION_HEADS": a.heads,
-        "FFN_HIDDEN_SIZE": a.ffn,
-    }
-    family = FAMILIES[a.family]
-    depths = (a.encoder_layers, a.decoder_layers) if family.has_encoder else (a.decoder_layers,)
-    lengths = (a.encoder_length, a.decoder_length) if family.has_encoder else (a.decoder_length,)
-    settings |= zip(family.stacks + family.lengths, depths + lengths, strict=True)
-    return {name: str(value) for name, value in settings.items()}
-
-
 def measured_row(directory: Path) -> Row:
     run = load(directory)
     return make_row("/".join(directory.resolve().parts[-2:]), [run])
-
-
-def vocabulary_of(plan: Plan, vocabulary: int | None) -> int:
-    """The padded vocabulary: from --vocabulary, else the data's tokenizer, else the family."""
-    return padded(vocabulary, plan.number("VOCABULARY_MULTIPLE")) if vocabulary else padded_vocabulary(plan)
-
-
-def device_for(plan: Plan | None, name: str | None) -> Device:
-    """The device of this name, else that of a plan on this machine. Raises Problem."""
-    remedy = f"Name one with --device: {' '.join(DEVICES)}"
-    if name:
-        device = device_of(name)
-        if not device:
-            raise Problem(f"the device '{name}' is unknown", remedy)
-        return device
-    device = CPU if plan and plan.device == "cpu" else gpu_here()
-    if not device:
-        raise Problem("there is no GPU here to predict for", remedy)
-    return device
 
 
 @dataclass(frozen=True)

@@ -14,28 +14,28 @@ from t5bench.costmodel.machine import DEVICES, Machine
 from t5bench.costmodel.prediction import machine_of
 from t5bench.costmodel.presets import PRESETS
 from t5bench.costmodel.traffic import Collective, collectives_of
+from t5bench.plan import space
+from t5bench.plan.asked import SETTINGS_PRESETS, asked_model, default_batch
 from t5bench.plan.forecast import GIGABITS
-from t5bench.tools.predict import layouts
-from t5bench.tools.predict.command import SETTINGS_PRESETS
 from t5bench.tools.predict.javascript import RUNTIME, Program
 
 HERE = Path(__file__).parent
 OWN_SETTINGS = "the current settings"
 ROOTS = (
-    layouts.Space,
-    layouts.Candidate,
-    layouts.pareto,
-    layouts.best_to_run,
-    layouts.shown_first,
-    layouts.losers,
-    layouts.not_told_apart,
+    space.Space,
+    space.Candidate,
+    space.pareto,
+    space.best_to_run,
+    space.shown_first,
+    space.losers,
+    space.not_told_apart,
     machine_of,
     collectives_of,
     schedule.one_f_one_b,
     time.stage_seconds,
 )
 # Classes whose objects the page gets as values.
-RECORDS = (Architecture, Collective, FullySharded, Job, Machine, Parallel, Software, Zero, layouts.EngineJob)
+RECORDS = (Architecture, Collective, FullySharded, Job, Machine, Parallel, Software, Zero, space.EngineJob)
 # What page.js reads of them, besides fields.
 MEMBERS = (
     "components", "fits", "kind", "limit", "memory", "memory_bytes", "memory_interval", "mfu", "missing", "node_bytes",
@@ -59,7 +59,7 @@ def program(args: argparse.Namespace, gpus: int) -> str:
         "gpus": gpus,
         "perNode": args.per_node,
         "link": args.link or GIGABITS,
-        "batch": args.global_batch or max(layouts.default_batch(), gpus),
+        "batch": args.global_batch or max(default_batch(), gpus),
     }
     own = f"const MODELS = {models};\nconst DEVICES_BY_NAME = {devices};\nconst START = {json.dumps(start)};\n"
     return RUNTIME.read_text() + made.text() + own
@@ -69,7 +69,7 @@ def _models(args: argparse.Namespace) -> dict[str, tuple[Any, ...]]:
     """By name: the engines' jobs, the settings that a run must have, and whether it can be run."""
     found: dict[str, tuple[Any, ...]] = {}
     for name in (None, *SETTINGS_PRESETS, *PRESETS):
-        model = layouts.asked_model(argparse.Namespace(**vars(args) | {"model": name}))
+        model = asked_model(argparse.Namespace(**vars(args) | {"model": name}))
         found[name or OWN_SETTINGS] = (list(model.engines), dict(model.given), model.is_launchable)
     return found
 

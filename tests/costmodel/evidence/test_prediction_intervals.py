@@ -14,7 +14,7 @@ from t5bench.costmodel.job import Architecture, Job, Parallel
 from t5bench.costmodel.machine import DEVICES, Link, Machine
 from t5bench.costmodel.prediction import Prediction
 from t5bench.costmodel.time import CPU
-from t5bench.tools.predict.layouts import Candidate, as_fast, losers, not_told_apart
+from t5bench.plan.space import Candidate, as_fast, losers, not_told_apart
 
 SETTERS = [name for name in map(str, range(40)) if sets(name)]
 JUDGES = [name for name in map(str, range(40)) if not sets(name)]

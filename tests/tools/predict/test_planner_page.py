@@ -18,7 +18,8 @@ from tools.predict import random_jobs
 from t5bench import __main__ as program
 from t5bench.costmodel.prediction import Prediction
 from t5bench.costmodel.presets import PRESETS
-from t5bench.tools.predict import layouts, page
+from t5bench.plan import space
+from t5bench.tools.predict import page
 from t5bench.tools.predict.javascript import RUNTIME, Program, Untranslatable, translate
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -88,13 +89,13 @@ def test_the_translation_has_the_layouts_that_python_has(tmp_path: Path):
     models = [replace(PRESETS["t5-v1.1-large"], decoder_layers=12), PRESETS["gpt-1.5b"]]
     questions = [(model, 24, 8, None, engine) for model in models for engine in ("megatron", "native")]
     made = Program({"fields"})
-    name = made.name_of(layouts.layouts)
+    name = made.name_of(space.layouts)
     words = [f"[{', '.join(made.value(word, '') for word in question)}]" for question in questions]
     sizes = "(layout) => [layout.tensor, layout.pipeline, layout.data, layout.split_rank]"
     script = f"{RUNTIME.read_text()}{made.text()}const answers = [{', '.join(words)}]"
     script += f".map((words) => [...{name}(...words)].map({sizes}));"
     expected = [
-        [[one.tensor, one.pipeline, one.data, one.split_rank] for one in layouts.layouts(*question)]
+        [[one.tensor, one.pipeline, one.data, one.split_rank] for one in space.layouts(*question)]
         for question in questions
     ]
     assert answers(script, tmp_path) == expected

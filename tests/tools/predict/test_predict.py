@@ -21,9 +21,9 @@ from t5bench.costmodel.parameters import parameters
 from t5bench.costmodel.presets import PRESETS
 from t5bench.plan.launchers import ALONE
 from t5bench.plan.planner import plan
+from t5bench.plan.space import Candidate, losers
 from t5bench.record.records import load
 from t5bench.report.tables import columns
-from t5bench.tools.predict.layouts import Candidate, losers
 
 SETTINGS = ("MODEL_PRESET", "HOSTS", "NNODES", "NPROC_PER_NODE", "SLURM_JOB_NODELIST", "DEVICE")
 GPT = Architecture(0, 24, 1024, 16, 64, 4096, 0, 1024, 50304, family="gpt", head_bias=False)

@@ -1,0 +1,211 @@
+"""Which layout to measure next, which one to name, and when to stop: the decisions of a search among layouts.
+
+Each run says something of the machine (calibration.py), and so of all layouts that have not run. What is left is each
+layout's own error and what the runs leave open of the machine (intervals.py). The decisions need nothing but the jobs
+and the measured times, so that a replay on published times makes the same ones (evidence/replay.py).
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from math import erf, exp, log, sqrt
+
+from t5bench.costmodel import intervals
+from t5bench.costmodel.calibration import Calibrated, Measured, calibrate
+from t5bench.costmodel.intervals import Shift, Z
+from t5bench.costmodel.job import Job
+from t5bench.costmodel.machine import Machine
+
+TOO_CLOSE = 0.03
+"""Two layouts whose times differ by less are equal: nobody would change a launcher for it."""
+CERTAINTY = 0.95
+LEAST_RUNS = 3
+"""Before these, the machine may still be unlike everything that the model knows."""
+UNLIKELY = 0.05
+"""A layout is dropped if it is faster than the named one with less than this probability."""
+MOST_REGRET = 10.0
+"""Where a possible regret is even larger, it does not matter how large."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """A layout that a search may measure."""
+
+    name: str
+    job: Job
+    machine: Machine
+    backend: str = "nccl"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run of an option showed."""
+
+    seconds: float
+    """Of an iteration."""
+    error: float = 0.0
+    """The standard deviation of the logarithm of `seconds`: how well the run determines it."""
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What is known of an option's time."""
+
+    option: Option
+    logarithm: float
+    """Of its seconds."""
+    deviation: float
+    """The standard deviation of that."""
+    is_measured: bool
+
+    @property
+    def seconds(self) -> float:
+        return exp(self.logarithm)
+
+    def probability_below(self, logarithm: float) -> float:
+        """That its time is shorter than exp(logarithm) seconds."""
+        if not self.deviation:
+            return float(self.logarithm < logarithm)
+        return (1 + erf((logarithm - self.logarithm) / self.deviation / sqrt(2))) / 2
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What a search knows at one moment."""
+
+    named: Expected
+    """The one to use: the fastest measured, or before the first run the one that is predicted to be."""
+    equals: Sequence[Expected]
+    """Measured ones that cannot be called slower than it."""
+    possible_regret: float
+    """The named one is at most this much slower than the fastest of all, with 95 % certainty; 0.1 is 10 %."""
+    left: Sequence[Expected]
+    """Not measured, and not surely slower; the one that is expected to be the fastest, which is next, comes first."""
+    dropped: int
+    """Not measured, but surely slower."""
+    runs: int
+
+    @property
+    def is_certain(self) -> bool:
+        """Whether more runs would change nothing that matters."""
+        enough = self.runs >= LEAST_RUNS or not self.dropped
+        return not self.left or (enough and self.possible_regret <= TOO_CLOSE)
+
+
+@dataclass
+class Search:
+    """The state of a search: what has been measured, and what failed."""
+
+    options: Sequence[Option]
+    measured: dict[str, Outcome] = field(default_factory=dict)
+    """By the option's name, in the order of the runs."""
+    failed: set[str] = field(default_factory=set)
+    """Options that cannot run; they are not considered any more."""
+
+    def known(self) -> Calibrated:
+        """What the runs say of the machine."""
+        by_name = {option.name: option for option in self.options}
+        runs = []
+        for name, outcome in self.measured.items():
+            option = by_name[name]
+            runs.append(Measured(option.job, option.machine, outcome.seconds, option.backend))
+        return calibrate(runs) if runs else Calibrated(Shift(), ())
+
+    def expected(self) -> list[Expected]:
+        """Of every option that has not failed."""
+        known = self.known()
+        found = []
+        for option in self.options:
+            if option.name in self.failed:
+                continue
+            outcome = self.measured.get(option.name)
+            if outcome:
+                found.append(Expected(option, log(outcome.seconds), outcome.error, True))
+                continue
+            found.append(_predicted(option, known))
+        return found
+
+    def standing(self) -> Standing:
+        """Raises ValueError if every option has failed."""
+        expected = self.expected()
+        if not expected:
+            raise ValueError("every layout has failed")
+        measured = [each for each in expected if each.is_measured]
+        named = min(measured or expected, key=lambda each: each.logarithm)
+        others = [each for each in expected if not each.is_measured and each is not named]
+        left = [each for each in others if each.probability_below(named.logarithm) >= UNLIKELY]
+        if not measured:
+            left.append(named)
+        elif self._is_young and not left:
+            left = list(others)
+        left.sort(key=lambda each: each.logarithm)
+        equals = [each for each in measured if each is not named and are_equal(each, named)]
+        return Standing(
+            named=named,
+            equals=sorted(equals, key=lambda each: each.logarithm),
+            possible_regret=possible_regret(named, others),
+            left=left,
+            dropped=len(others) - len([each for each in left if each is not named]),
+            runs=len(self.measured),
+        )
+
+    @property
+    def _is_young(self) -> bool:
+        return len(self.measured) < LEAST_RUNS
+
+
+def _predicted(option: Option, known: Calibrated) -> Expected:
+    seconds = known.seconds(option.job, option.machine, option.backend)
+    responses = known.responses(option.job, option.machine, option.backend)
+    down, _ = intervals.factors(responses, known.own(option.job))
+    return Expected(option, log(seconds), log(down) / Z, False)
+
+
+def are_equal(one: Expected, other: Expected) -> bool:
+    """Whether two measured times differ by less than matters, or than the runs can show."""
+    shown = Z * sqrt(one.deviation**2 + other.deviation**2)
+    return abs(one.logarithm - other.logarithm) <= max(log(1 + TOO_CLOSE), shown)
+
+
+def possible_regret(named: Expected, others: Sequence[Expected]) -> float:
+    """How much longer than the fastest of all the named one takes at most, with 95 % certainty."""
+
+    def certainty(regret: float) -> float:
+        """The probability that none of the others is so much faster."""
+        bound = named.logarithm - log(1 + regret)
+        product = 1.0
+        for each in others:
+            product *= 1 - each.probability_below(bound)
+        return product
+
+    if certainty(0.0) >= CERTAINTY:
+        return 0.0
+    low = 0.0
+    high = MOST_REGRET
+    for _ in range(40):
+        middle = (low + high) / 2
+        if certainty(middle) >= CERTAINTY:
+            high = middle
+        else:
+            low = middle
+    return high
+
+
+def steps(
+    search: Search, measure: Callable[[Option], Outcome | None], may_go_on: Callable[[Search], bool]
+) -> Iterator[Standing]:
+    """Measures one option after another; yields what is known before the first run and after each.
+
+    measure: None for an option that cannot run. may_go_on: whether the budget allows another run. It ends when the
+    answer is certain or the budget is spent. Raises ValueError if every option fails.
+    """
+    standing = search.standing()
+    yield standing
+    while not standing.is_certain and may_go_on(search):
+        option = standing.left[0].option
+        outcome = measure(option)
+        if outcome:
+            search.measured[option.name] = outcome
+        else:
+            search.failed.add(option.name)
+        standing = search.standing()
+        yield standing
