@@ -42,6 +42,7 @@ GROUPS = {
             "tools.predict.layouts",
             "rank every layout of a model on a number of GPUs by predicted time",
         ),
+        "search": ("tools.search.command", "measure the most promising layouts until the fastest is known"),
         "ranks": ("tools.predict.ranks", "show which rank is where, and every process group"),
         "cluster": ("tools.nodes.check", "check whether the nodes can run together"),
         "prepare-data": ("corpus.prepare", "prepare the corpus (scripts/prepare_xsum_megatron.sh calls this)"),

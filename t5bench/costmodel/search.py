@@ -61,11 +61,13 @@ class Expected:
     def seconds(self) -> float:
         return exp(self.logarithm)
 
-    def probability_below(self, logarithm: float) -> float:
-        """That its time is shorter than exp(logarithm) seconds."""
-        if not self.deviation:
-            return float(self.logarithm < logarithm)
-        return (1 + erf((logarithm - self.logarithm) / self.deviation / sqrt(2))) / 2
+    def probability_below(self, other: "Expected", less: float = 0.0) -> float:
+        """That the logarithm of its time is by `less`, or more, below that of another option's time."""
+        distance = other.logarithm - less - self.logarithm
+        deviation = sqrt(self.deviation**2 + other.deviation**2)
+        if not deviation:
+            return float(distance > 0)
+        return (1 + erf(distance / deviation / sqrt(2))) / 2
 
 
 @dataclass(frozen=True)
@@ -132,7 +134,7 @@ class Search:
         measured = [each for each in expected if each.is_measured]
         named = min(measured or expected, key=lambda each: each.logarithm)
         others = [each for each in expected if not each.is_measured and each is not named]
-        left = [each for each in others if each.probability_below(named.logarithm) >= UNLIKELY]
+        left = [each for each in others if each.probability_below(named) >= UNLIKELY]
         if not measured:
             left.append(named)
         elif self._is_young and not left:
@@ -142,7 +144,7 @@ class Search:
         return Standing(
             named=named,
             equals=sorted(equals, key=lambda each: each.logarithm),
-            possible_regret=possible_regret(named, others),
+            possible_regret=possible_regret(named, [each for each in expected if each is not named]),
             left=left,
             dropped=len(others) - len([each for each in left if each is not named]),
             runs=len(self.measured),
@@ -171,10 +173,9 @@ def possible_regret(named: Expected, others: Sequence[Expected]) -> float:
 
     def certainty(regret: float) -> float:
         """The probability that none of the others is so much faster."""
-        bound = named.logarithm - log(1 + regret)
         product = 1.0
         for each in others:
-            product *= 1 - each.probability_below(bound)
+            product *= 1 - each.probability_below(named, log(1 + regret))
         return product
 
     if certainty(0.0) >= CERTAINTY:

@@ -45,6 +45,17 @@ SCRIPTS: Mapping[str, Sequence[Declaration]] = {
         _setting("LAUNCH", OneOf(("local", "ssh")), "local", "local (on this machine), or ssh (on the nodes of HOSTS or SLURM, from this one terminal)"),
         _setting("RUNS_DIR", FilePath(), "{repository}/outputs/{family_prefix}all", "Directory of the runs; complete runs in it are not repeated"),
     ),
+    "search": (
+        _setting("RUNS", _OPTIONAL_COUNT, "", "Budget: at most so many runs (unset: until the answer is certain)"),
+        _setting("MINUTES", Decimal(optional=True), "", "Budget: minutes of runs (unset: until the answer is certain)"),
+        _setting("TRAIN_ITERS", Integer(25), "40", "Iterations of each run; the first 20 are warm-up"),
+        _setting("LAUNCH", OneOf(("local", "ssh")), "local", "local (on this machine), or ssh (on the nodes of HOSTS or SLURM, from this one terminal)"),
+        _setting("GPU", _OPTIONAL_TEXT, "", "The hosts' GPU, as nvidia-smi names it (unset: this machine's)"),
+        _setting("LINK", Decimal(optional=True), "", "A node's link in Gbit/s (unset: 10, until runs show otherwise)"),
+        _setting("NETWORK", _OPTIONAL_PATH, "", "The file that check_cluster.sh --network wrote, instead of LINK"),
+        _setting("HOST_COST", _OPTIONAL_PATH, "", "The file that check_cluster.sh --host wrote"),
+        _setting("RUNS_DIR", FilePath(), "{repository}/outputs/{family_prefix}search", "Directory of the search; no run in it is repeated"),
+    ),
     # A recipe in which a change of 1 % in any number shows; docs/parity_evidence.md explains how it was found.
     "check_parity": (
         _setting("ENGINE", OneOf(("megatron", "native")), "megatron", "megatron (patched Megatron-DeepSpeed; its DDP is also compared with native/) or native"),

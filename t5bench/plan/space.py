@@ -45,7 +45,8 @@ class Candidate(Prediction):
 
     @cached_property
     def fits(self) -> bool:
-        return self.memory_bytes <= FULLEST * self.machine.device.memory
+        size = self.machine.device.memory  # unknown of a CPU
+        return not size or self.memory_bytes <= FULLEST * size
 
     @cached_property
     def seconds(self) -> float:
@@ -120,14 +121,14 @@ class Candidate(Prediction):
             return ""
         if self.job.parallel.deepspeed and self.job.architecture.cross_attention:
             return ""  # DeepSpeed's pipeline has no encoder-decoder
-        settings = self._settings()
+        settings = self.settings()
         settings |= {name: value for name, value in self.given.items() if name not in settings}
         words = [f"{name}={shlex.quote(value)}" for name, value in settings.items() if value]
         launcher = f"bash scripts/run_megatron_t5_{self.strategy}.sh"
         place = "<master-host> <node-rank>" if int(settings["NNODES"]) > 1 else ""
         return " ".join(filter(None, [*words, launcher, place]))
 
-    def _settings(self) -> dict[str, str]:
+    def settings(self) -> dict[str, str]:
         """The settings that describe the layout; an empty one stays at its default."""
         job = self.job
         parallel = job.parallel
@@ -295,6 +296,7 @@ class Space:
     """Whether the launchers' settings can describe the model."""
     pipeline: int | None = None
     """The only number of pipeline stages to try."""
+    backend: str = "nccl"
 
     def jobs(self) -> Iterator[Job]:
         per_node = self.machine.devices_per_node
@@ -313,7 +315,8 @@ class Space:
     def ranked(self) -> list[Candidate]:
         """Every layout, the fastest first. Raises Problem if no layout divides the model or none fits."""
         candidates = [
-            Candidate(job, self.machine, given=self.given, is_launchable=self.is_launchable) for job in self.jobs()
+            Candidate(job, self.machine, self.backend, given=self.given, is_launchable=self.is_launchable)
+            for job in self.jobs()
         ]
         if not candidates:
             model = self.engines[0].job.architecture

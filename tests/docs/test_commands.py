@@ -19,6 +19,7 @@ TESTED = {
     "bash scripts/setup_megatron.sh": "megatron/test_setup.py",
     "bash scripts/prepare_xsum_megatron.sh": "conftest.py",
     "bash scripts/run_megatron_t5_all.sh": "sweep/test_run_all.py",
+    "bash scripts/search.sh": "tools/search/test_search.py",
     "bash scripts/run_megatron_t5_ddp.sh": "plan/test_launchers.py",
     "bash scripts/run_megatron_t5_hybrid.sh": "engines/test_gpt.py",
     "bash scripts/run_megatron_t5_zero1.sh": "support.py",
