@@ -87,6 +87,9 @@ def versions() -> dict[str, str | None]:
     return found
 
 
+FIRST_DIGITS = 8  # of a commit, where people read it
+
+
 class Checkout(NamedTuple):
     """The state of a git checkout."""
 

@@ -14,6 +14,7 @@ from t5bench import Problem, note
 from t5bench.compare.rows import Row, distinctions, group_runs, labels, make_row
 from t5bench.compare.statistics import Estimate
 from t5bench.record import samples
+from t5bench.record.machine import FIRST_DIGITS
 from t5bench.record.run import Run
 from t5bench.report.compare import load_runs, run_directories
 from t5bench.report.tables import estimate_text, mark, significant
@@ -22,7 +23,6 @@ from t5bench.tools.verify.pack import packed_runs, working_in
 from t5bench.tools.verify.verify import unpack
 
 SECONDS_OF_AN_HOUR = 3600
-FIRST_DIGITS = 8  # of a commit
 RELEASES = ("torch", "deepspeed", "nccl")
 # What a run of another size differs in; the rest decides whether it is the same job.
 SIZES = ("world_size", "nodes", "GLOBAL_BATCH_SIZE", "batch")

@@ -15,8 +15,9 @@ from typing import Any
 
 import matplotlib
 
-from t5bench import Problem
+from t5bench import REPOSITORY, Problem
 from t5bench.record.files import MOST_BYTES, RecordError, open_file, read, sha256
+from t5bench.record.machine import FIRST_DIGITS, commit
 from t5bench.record.reader import decoded
 from t5bench.record.records import SWEEP, looks_like_run, read_list
 from t5bench.record.run import Run
@@ -87,10 +88,11 @@ def _belongs(entry: tarfile.TarInfo) -> bool:
     return is_own and is_plain and is_within and entry.size <= MOST_BYTES
 
 
-def findings(problems: list[str]) -> Iterator[str]:
+def findings(problems: list[str], commits: set[str]) -> Iterator[str]:
     """What is wrong with the package that was unpacked here, a sentence each. Raises Problem.
 
-    problems: receives the comparison's own, which are no fault of the package.
+    problems: receives the comparison's own, which are no fault of the package. commits: receives those of this
+    repository with which the runs were made.
     """
     contents = decoded(CONTENTS, read(CONTENTS), Contents)
     present = {str(path) for path in Path().rglob("*") if path.is_file() and path != CONTENTS}
@@ -98,6 +100,7 @@ def findings(problems: list[str]) -> Iterator[str]:
     yield from _wrongly_absent(contents)
     comparison, faults = publish(contents)
     yield from faults
+    commits |= {str(run.record["commits"].get("repository") or "") for run in comparison.runs} - {""}
     yield from _in_another_order(comparison.runs)
     problems += comparison.problems
     write(comparison, ANEW)
@@ -250,6 +253,18 @@ def _leaves(content: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         yield name, content
 
 
+def _note_other_commits(commits: set[str]) -> None:
+    """A later commit may predict other figures, such as a pipeline's bubble, or put a table in other words."""
+    own, _ = commit(REPOSITORY)
+    others = sorted(commits - {own})
+    if own and others:
+        names = ", ".join(visible(name[:FIRST_DIGITS]) for name in others)
+        print(
+            f"note: this is commit {own[:FIRST_DIGITS]}, which may predict other figures than the runs' own, {names}."
+        )
+        print(f"      To verify with their code: git checkout {visible(others[-1][:FIRST_DIGITS])}")
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("package", type=Path, metavar="PACKAGE", help="a file that pack wrote")
     parser.add_argument("--sha256", default="", metavar="CHECKSUM", help="the package's published checksum")
@@ -260,6 +275,7 @@ def run(arguments: argparse.Namespace) -> int:
     published_checksum = arguments.sha256.lower()
     sentences: list[str] = []
     problems: list[str] = []
+    commits: set[str] = set()
     figures = ""
     try:  # what is found before an exception stays in the list
         if published_checksum:
@@ -270,7 +286,7 @@ def run(arguments: argparse.Namespace) -> int:
         with tempfile.TemporaryDirectory() as directory:
             sentences.extend(unpack(package, Path(directory)))
             with working_in(directory):
-                sentences.extend(findings(problems))
+                sentences.extend(findings(problems, commits))
                 figures = (PUBLISHED / FIGURES).read_text(errors="replace")
     except UNFORESEEN as error:
         if isinstance(error, Problem):
@@ -279,6 +295,8 @@ def run(arguments: argparse.Namespace) -> int:
             sentences.append(f"its records lack what a comparison needs: {error!r}")
     for sentence in sentences:
         print(f"finding: {visible(sentence)}")  # it may quote the package
+    if sentences:
+        _note_other_commits(commits)
     for problem in problems:
         if problem not in sentences:
             print(f"problem of the comparison: {visible(problem)}")

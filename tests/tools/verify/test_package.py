@@ -12,10 +12,11 @@ from pathlib import Path
 import matplotlib
 import pytest
 from made_runs import START, make_run, seal
-from support import STRATEGIES
+from support import REPO_ROOT, STRATEGIES
 
 from t5bench.__main__ import main
 from t5bench.record.files import write_json
+from t5bench.record.machine import commit
 from t5bench.record.records import load, write_list
 from t5bench.record.settings import BY_NAME
 from t5bench.tools.verify.pack import archive, write_file
@@ -321,6 +322,17 @@ def test_an_honest_package_is_verified_wherever_it_lies(package: Path, tmp_path:
     Path("here").write_bytes(archive(files))
     assert main(["verify", "here"]) == 0
     assert "all " in capsys.readouterr().out, "the drawings are as here, whatever drew them"
+
+
+def test_another_commits_package_names_the_commit(package: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
+    """Where figures differ: a later commit may predict a pipeline's bubble otherwise."""
+    files = unpacked(package)
+    value(FIGURES, "verdicts", 0, to="another")(files)
+    changed = tmp_path / "changed"
+    changed.write_bytes(archive(files))
+    assert main(["verify", str(changed)]) == 1
+    has_commit = commit(REPO_ROOT)[0] is not None
+    assert ("To verify with their code: git checkout 11111111\n" in capsys.readouterr().out) == has_commit
 
 
 def test_runs_are_packed_wherever_they_lie(tmp_path: Path, capsys: pytest.CaptureFixture):
