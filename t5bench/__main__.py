@@ -28,6 +28,7 @@ GROUPS = {
         ),
         "parity": ("compare.parity", "check whether runs trained the same model: pass or fail for each"),
         "parity-check": ("sweep.parity_check", "train every strategy with one recipe, then check parity"),
+        "judge": ("tools.judge.command", "say whether two trainings of any trainer are the same, by their logs"),
         "history": ("tools.verify.history", "compare results across commits, library releases and drivers"),
         "pack": (
             "tools.verify.pack",
