@@ -259,10 +259,8 @@ def _note_other_commits(commits: set[str]) -> None:
     others = sorted(commits - {own})
     if own and others:
         names = ", ".join(visible(name[:FIRST_DIGITS]) for name in others)
-        print(
-            f"note: this is commit {own[:FIRST_DIGITS]}, which may predict other figures than the runs' own, {names}."
-        )
-        print(f"      To verify with their code: git checkout {visible(others[-1][:FIRST_DIGITS])}")
+        told = f"this is commit {own[:FIRST_DIGITS]} and may predict other figures than the runs' own, {names}"
+        print(f"note: {told}. To verify with their code: git checkout {visible(others[-1][:FIRST_DIGITS])}")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
