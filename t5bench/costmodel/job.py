@@ -35,10 +35,12 @@ class Architecture:
     position_rows: int = 0  # of the learned table, the longest length unless given
     relative_buckets: int = 32
     biases: bool = True  # of the linear layers
+    query_biases: bool = False  # of queries, keys and values alone
     head_bias: bool = True  # the output has a bias for every word
     norm: str = "layer"  # weight and bias; or "rms"
     final_norm: bool = True  # each stack ends with one
     post_norms: bool = False  # each block's output is normalised, then added to the residual stream
+    one_norm: bool = False  # attention and FFN have the same input, and one norm
     query_key_norms: bool = False  # of every head's queries and keys, with the same weights for all heads
     merged_attention: bool = False  # the decoder's own keys and the encoder's: the same projections and one softmax
     window: int = 0  # tokens of its own stack that a token sees in layers with local attention; 0: there are none

@@ -77,7 +77,10 @@ def layer_shapes(a: Architecture, tensor: int = 1, decoder: bool = False) -> lis
         shapes += _block(a, weights)
         if a.query_key_norms:
             shapes += 2 * _norm(a, a.head_size)
-    return shapes + _block(a, mlp)
+        if a.query_biases:
+            shapes.append((query + keys_and_values,))
+    ffn = _block(a, mlp)
+    return shapes + (ffn[len(_norm(a, a.hidden)) :] if a.one_norm else ffn)
 
 
 def _block(a: Architecture, weights: list[tuple[int, int]]) -> list[tuple[int, ...]]:

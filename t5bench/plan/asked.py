@@ -14,6 +14,8 @@ from t5bench.costmodel.machine import DEVICES, Device, Host, Link, device_of
 from t5bench.costmodel.prediction import LATENCY
 from t5bench.costmodel.presets import PRESETS
 from t5bench.costmodel.time import CPU
+from t5bench.costmodel.transformers_config import architecture_of
+from t5bench.given_files import read_json
 from t5bench.plan.families import FAMILIES
 from t5bench.plan.forecast import GIGABITS, gpu_here, padded_vocabulary
 from t5bench.plan.launchers import ALONE, ENGINES
@@ -51,7 +53,8 @@ def add_machine(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--network", type=Path, metavar="FILE", help=network)
     host = "the file that check_cluster.sh --host wrote: what an operator costs the hosts"
     parser.add_argument("--host", type=Path, metavar="FILE", help=host)
-    model = f"a preset (tiny, small, base or large) or published dimensions: {' '.join(PRESETS)}"
+    known = " ".join(PRESETS)
+    model = f"a preset (tiny, small, base or large), a config.json of Transformers, or published dimensions: {known}"
     parser.add_argument("--model", help=model)
     vocabulary = "vocabulary size before padding (default: the data's, else the model family's)"
     parser.add_argument("--vocabulary", type=at_least(1), help=vocabulary)
@@ -74,13 +77,30 @@ def settings_left_out(is_asked: bool) -> Iterator[None]:
         os.environ.update(before)
 
 
+def architecture_named(model: str | None) -> Architecture | None:
+    """A model by its published dimensions, or by the file of its configuration; None for the launchers' own.
+
+    Raises Problem.
+    """
+    if not model or not model.endswith(".json"):
+        return PRESETS.get(model or "")
+    remedy = "Give a config.json of Transformers that is one model's"
+    content = read_json(Path(model), dict, remedy)
+    try:
+        return architecture_of(content)
+    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        found = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+        raise Problem(f"{model}: {found}", remedy) from error
+
+
 def settings_of(model: str | None) -> dict[str, str]:
     """The settings that choose a model by its name. Raises Problem."""
-    if model in PRESETS:
-        return settings_of_sizes(PRESETS[model])
+    architecture = architecture_named(model)
+    if architecture:
+        return settings_of_sizes(architecture)
     if model and model not in SETTINGS_PRESETS:
         known = " ".join((*SETTINGS_PRESETS, *PRESETS))
-        raise Problem(f"the model '{model}' is unknown", f"Choose from: {known}")
+        raise Problem(f"the model '{model}' is unknown", f"Choose from: {known}, or give a config.json of Transformers")
     return {"MODEL_PRESET": model} if model else {}
 
 
@@ -185,8 +205,8 @@ def asked_model(args: argparse.Namespace) -> AskedModel:
     for engine in [asked] if asked else ENGINES:
         ddp, *zeros = plans_of_one_gpu(args, engine)
         job = Job.of_plan(ddp, vocabulary_of(ddp, args.vocabulary))
-        if args.model in PRESETS:
-            architecture = PRESETS[args.model]
+        architecture = architecture_named(args.model)
+        if architecture:
             is_launchable = replace(job.architecture, padded_vocabulary=architecture.padded_vocabulary) == architecture
             job = replace(job, architecture=architecture)
         kept |= given(ddp)

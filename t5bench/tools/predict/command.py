@@ -21,9 +21,18 @@ from t5bench.costmodel.job import Job
 from t5bench.costmodel.machine import GIB, Link, device_of
 from t5bench.costmodel.memory import activation_bytes, in_flight
 from t5bench.costmodel.prediction import Prediction, with_link
-from t5bench.costmodel.presets import NOTES, PRESETS
+from t5bench.costmodel.presets import NOTES
 from t5bench.costmodel.time import CPU
-from t5bench.plan.asked import add_machine, device_for, host_of, link_of, settings_left_out, settings_of, vocabulary_of
+from t5bench.plan.asked import (
+    add_machine,
+    architecture_named,
+    device_for,
+    host_of,
+    link_of,
+    settings_left_out,
+    settings_of,
+    vocabulary_of,
+)
 from t5bench.plan.launchers import all_declarations, declarations, with_slurm_hosts
 from t5bench.plan.planner import plan
 from t5bench.record.plan import Plan, Strategy
@@ -200,8 +209,9 @@ def predicted(
         name = plan.strategy.name
         device = device_for(plan, args.device)
         job = Job.of_plan(plan, vocabulary_of(plan, args.vocabulary))
-        if args.model in PRESETS:
-            job = replace(job, architecture=PRESETS[args.model])
+        architecture = architecture_named(args.model)
+        if architecture:
+            job = replace(job, architecture=architecture)
     if slower is None and device is not CPU:
         slower = 1.0
     between = link or link_of(args.network, args.link, args.latency)
@@ -213,9 +223,9 @@ def why_not(args: argparse.Namespace, plan: Plan) -> str:
     """Why a plan cannot be predicted; "" if it can be."""
     if not plan.layout:
         return next(each.found for each in plan.obstacles if each.fatal)
-    if args.runs or args.model not in PRESETS:
+    model = None if args.runs else architecture_named(args.model)
+    if not model:
         return ""
-    model = PRESETS[args.model]
     layout = plan.layout
     if layout.pp > model.layers:
         return f"{args.model} has only {model.layers} layers for {layout.pp} pipeline stages"
