@@ -165,6 +165,14 @@ def test_a_mistake_of_one_layout_is_located(sample_data: Path, tmp_path: Path, b
     assert str(location).startswith(f"first differs at iteration {location.iteration}, ")
 
 
+def test_what_a_mistake_replaces_is_there_once():
+    """Most mistakes are planted at night alone; what is rewritten meanwhile shows here."""
+    for line in PLACES:
+        _, file, change, _ = line.split(" | ")
+        right, _ = change.split(" => ")
+        assert (REPO_ROOT / file).read_text().count(right) == 1, line
+
+
 def test_enough_mistakes_of_each_phase_are_planted():
     phases = Counter(line.rpartition(" | ")[2].split()[1] for line in PLACES)
     assert phases.keys() == PHASES.keys() and len(PLACES) >= 60
