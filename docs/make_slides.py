@@ -64,9 +64,8 @@ TRAININGS = {strategy.name: training(strategy) for strategy in declarations()}
 GATHERED_AGAIN = max(0.0, 1 - TRAININGS["zero3"].zero.reuse_distance / (2 * P))
 ON_CPUS = sum(model_states(TRAININGS["zero3_offload"], P)[1].values())
 KEPT = activation_bytes(TRAININGS["ddp"]) | {"head": logits_bytes(TRAININGS["ddp"])[0]}
-TABLE = re.search(
-    r"\| Strategy \| predicted, native .*\n\|-.*\n((?:\|.*\n)+)", (REPOSITORY / "docs/prediction.md").read_text()
-)
+EVIDENCE = (REPOSITORY / "docs/prediction_evidence.md").read_text()
+TABLE = re.search(r"\| Strategy \| predicted, native .*\n\|-.*\n((?:\|.*\n)+)", EVIDENCE)
 MEASURED = [[cell.strip() for cell in line.split("|")[1:-1]] for line in TABLE[1].splitlines()] if TABLE else []
 BODY, HEAD, SMALL = 16, 19, 13  # sizes of text in points, to be read from the back row
 

@@ -36,7 +36,7 @@ class Problem(ValueError):
     remedy: str = ""
     """What to do about it, perhaps in several lines."""
     code: str = ""
-    """The kind of problem in one word, for programs; in a plan, one of docs/failures.md."""
+    """The kind of problem in one word, for programs; in a plan, one of docs/failure_table.md."""
     fatal: bool = True
     """Whether the request itself is wrong; otherwise this machine lacks something, which does not stop a dry run."""
 

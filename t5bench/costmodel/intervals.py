@@ -3,7 +3,8 @@
 Memory has one factor. A time's doubt depends on what limits it: layouts share their machine's host, GPUs and links, so
 what is not known of these moves their times together, each by as much as it matters to the layout; and each layout has
 an error of its own. ``python -m t5bench predict --intervals`` computes the factors from published measurements and says
-how many others they hold; ``--choice`` does it for the choice among layouts. Tests compare (docs/prediction.md).
+how many others they hold; ``--choice`` does it for the choice among layouts. Tests compare
+(docs/prediction_evidence.md).
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Faults of one node that docs/failures.md lists: each is played on a real launcher, whose torchrun is a stub."""
+"""Faults of one node that docs/failure_table.md lists: each is played on a real launcher, whose torchrun is a stub."""
 
 import contextlib
 import json
@@ -451,7 +451,7 @@ def test_no_more_processes():
 
 
 def test_the_document_lists_and_counts_all_failures():
-    text = (REPO_ROOT / "docs" / "failures.md").read_text()
+    text = (REPO_ROOT / "docs" / "failure_table.md").read_text()
     on_cluster = re.findall(r"^\| `[a-z0-9-]+` \|", text, re.MULTILINE)
     here = re.findall(r"^\| .*\| `(\S+)::(test_\w+)`(?: \(mount\))? \|$", text, re.MULTILINE)
     for file, name in here:

@@ -10,7 +10,7 @@ asked only through its commands, scripts and tests. The parts:
     plans        --dry-run and --dry-run=json of every launcher, engine and family in twelve settings
     predictions  predict and layouts on forty machines
     records      what compare, parity, explain, pack, verify and history say about stored records
-    faults       what a user sees of the failures of docs/failures.md that one machine can play
+    faults       what a user sees of the failures of docs/failure_table.md that one machine can play
     digits       losses and gradient norms of a short training under every strategy and engine
     hosts        the failures on two hosts of the test cluster; needs root
 

@@ -146,8 +146,8 @@ def records(look: Look) -> Texts:
 
 
 def faults(look: Look) -> Texts:
-    """The tests that docs/failures.md names play its rows; the plugin ``said`` keeps what was said meanwhile."""
-    document = (look.tree / "docs" / "failures.md").read_text()
+    """The tests that docs/failure_table.md names play its rows; the plugin ``said`` keeps what was said meanwhile."""
+    document = (look.tree / "docs" / "failure_table.md").read_text()
     named = re.findall(r"\| `(\S+::test_\w+)`(?: \(mount\))? \|$", document, re.MULTILINE)
     return said_by_tests(look, [f"tests/{name}" for name in dict.fromkeys(named)])
 

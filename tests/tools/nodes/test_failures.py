@@ -1,7 +1,7 @@
 """Every way in which a node can fail, made to happen on two real hosts, and what people then see.
 
-docs/failures.md is what is checked: a scenario here for each row there, with the row's messages on every terminal, its
-exit codes, its status in every node's record, its longest time to the end, and nothing left running on any node.
+docs/failure_table.md is what is checked: a scenario here for each row there, with the row's messages on every terminal,
+its exit codes, its status in every node's record, its longest time to the end, and nothing left running on any node.
 
 The hosts and processes are real, torchrun and gloo too; the engine is the stub trainer, and there is no GPU. Each node
 has a directory of its own, as without a shared file system, unless the scenario says otherwise. The hosts make pairs,
@@ -28,7 +28,7 @@ from support import REPO_ROOT, Project, wait_for
 
 from t5bench.record import status
 
-DOCUMENT = REPO_ROOT / "docs" / "failures.md"
+DOCUMENT = REPO_ROOT / "docs" / "failure_table.md"
 LONGEST_SECONDS = 150
 # What the scenarios set, in seconds; the table's longest times are sums of these and of a number of seconds.
 TIMES = {"RENDEZVOUS_TIMEOUT": 60, "DISTRIBUTED_TIMEOUT_MINUTES * 60": 60, "WATCHDOG_SECONDS": 3600}
