@@ -20,6 +20,8 @@ _OF_A_CELL = ("release", "strategy", "mode", "verdict", "torch")
 RIGHT = "right"
 WRONG = "wrong"
 UNKNOWN = "not measured"
+PIPELINE = "deepspeed-pipeline"
+PIPELINE_CLIPPING = "pipeline clipping"
 
 
 @dataclass(frozen=True)
@@ -107,9 +109,11 @@ def look_up(
 ) -> Answer:
     """The worst verdict of the modes that a run of a launcher is in.
 
-    strategy: zero1, zero2, zero3, zero3_offload or deepspeed-pipeline. precision: fp32, bf16 or fp16; the fp32 cells
-    also speak for fp16, and for bf16 where it was not measured. offload: of the optimizer, by another strategy than
-    zero3_offload. A release that was not measured, between two in which a mode is wrong, counts as wrong.
+    strategy: zero1, zero2, zero3, zero3_offload or deepspeed-pipeline. precision: fp32, bf16 or fp16. A fault in
+    fp32 also speaks for fp16, and for bf16 where that was not measured; that fp32 is right says nothing of fp16, and
+    a pipeline that was trained without clipping only is not called right. offload: of the optimizer, by
+    another strategy than zero3_offload. A release that was not measured, between two in which a mode is wrong, counts
+    as wrong.
     """
     try:
         ledger = _read(path)
@@ -138,8 +142,16 @@ def look_up(
     if precision == "bf16":
         in_bf16 = [cell for cell in cells_in("bf16") if version_of(cell["release"]) == version]
         own = in_bf16 or own
+    in_fp16 = [cell for cell in cells_in("fp16") if version_of(cell["release"]) == version]
+    if precision == "fp16":
+        own += in_fp16
     if own:
-        return _worst(own)
+        answer = _worst(own)
+        lacks_fp16 = precision == "fp16" and not in_fp16
+        lacks_clipping = strategy == PIPELINE and all(cell["mode"] != PIPELINE_CLIPPING for cell in own)
+        if answer.verdict == RIGHT and (lacks_fp16 or (lacks_clipping and precision != "bf16")):
+            return Answer(UNKNOWN)
+        return answer
     if any(cell["release"] and version_of(cell["release"]) == version for cell in ledger["cells"]):
         return Answer(UNKNOWN)
     return _between(cells, version, release)

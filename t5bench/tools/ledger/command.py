@@ -29,7 +29,7 @@ from t5bench.record.ledger import DATA, write_shortened
 from t5bench.record.log import iterations
 from t5bench.record.plan import Plan
 from t5bench.sweep.launch import Launch, PlannedRun
-from t5bench.tools.ledger import environments, judge, tables
+from t5bench.tools.ledger import environments, judge, overflow, pipeline, tables
 from t5bench.tools.ledger.judge import Curves
 from t5bench.tools.ledger.modes import (
     BASELINE,
@@ -37,6 +37,9 @@ from t5bench.tools.ledger.modes import (
     HYBRID_PROCESSES,
     ITERATIONS,
     MODES,
+    OVERFLOWING,
+    PIPELINE_CLIP_NORM,
+    PIPELINE_CLIPPING,
     PIPELINE_PROCESSES,
     PIPELINES,
     PROCESSES,
@@ -57,7 +60,12 @@ from t5bench.tools.ledger.modes import (
 LIMIT_SECONDS = 180
 PATIENCE_SECONDS = 15
 # Code that decides what a cell trains: cells of other code are trained again.
-CODE = ("native/*.py", "t5bench/tools/ledger/modes.py", "t5bench/tools/ledger/pipeline.py")
+CODE = (
+    "native/*.py",
+    "t5bench/tools/ledger/modes.py",
+    "t5bench/tools/ledger/pipeline.py",
+    "t5bench/tools/ledger/overflow.py",
+)
 
 
 @dataclass(frozen=True)
@@ -129,6 +137,13 @@ def processes_of(strategy: str, mode: Mode) -> int:
     return HYBRID_PROCESSES if strategy == "hybrid" else mode.processes
 
 
+def program_of(strategy: str, mode: Mode) -> str:
+    """The small program that trains a cell; "" if the native engine does."""
+    if strategy in PIPELINES:
+        return pipeline.__file__
+    return overflow.__file__ if mode.precision == "fp16" else ""
+
+
 def read_plans(output: Path, data: Path) -> dict[str, Plan]:
     """The launchers' plans of the strategies that need no DeepSpeed. Raises Problem."""
     launch = Launch(SETTINGS | {"MEGATRON_DATA_DIR": str(data), "MODEL_FAMILY": "t5"}, arguments=RECIPE)
@@ -198,7 +213,10 @@ class Ledger:
         """The command line of a cell, whose JSON is written to its directory."""
         if strategy in PIPELINES:
             in_bf16 = ["--bf16"] if mode.precision == "bf16" else []
-            return ["--stage", str(PIPELINES[strategy]), *in_bf16]
+            clips = ["--clip-norm", str(PIPELINE_CLIP_NORM)] if mode.name == PIPELINE_CLIPPING else []
+            return ["--stage", str(PIPELINES[strategy]), *in_bf16, *clips]
+        if mode.precision == "fp16":
+            return ["--stage", str(OVERFLOWING[strategy])]
         planned = self.plans.get(strategy, self.plans[BASELINE])
         words = [*planned.arguments.words, *arguments(mode)]
         if strategy in DEEPSPEED_STRATEGIES:
@@ -225,10 +243,9 @@ class Ledger:
         words = self.words(strategy, mode, directory)
         if with_trace:
             words += ["--trace", "--tensorboard-dir", str(directory / "tensorboard")]
-        is_pipeline = strategy in PIPELINES
         cell = {
             "directory": str(directory),
-            "is_pipeline": is_pipeline,
+            "program": program_of(strategy, mode),
             "processes": 1 if alone else processes_of(strategy, mode),
             "poisons_memory": mode.poisons_memory,
             "limit": self.limit,
@@ -297,12 +314,12 @@ class Ledger:
             return judge.Verdict(judge.HANGS, sentence=f"it did not end within {self.limit:.0f} s"), answer["seconds"]
         if any(answer["statuses"]):
             return judge.Verdict(judge.DOES_NOT_RUN, sentence=judge.why(logs(directory))), answer["seconds"]
-        if strategy in PIPELINES:
-            measured, reference = pipeline_curves(directory)
+        if program_of(strategy, mode):
+            measured, reference = printed_curves(directory)
         else:
             measured = curves(directory)
             reference = self.reference(worker, mode, alone=strategy == BASELINE)
-        return judge.judge(measured, reference, mode.precision), answer["seconds"]
+        return judge.judge(measured, reference, "bf16" if mode.precision == "bf16" else "fp32"), answer["seconds"]
 
 
 def has_ended_well(answer: Mapping[str, Any]) -> bool:
@@ -311,7 +328,7 @@ def has_ended_well(answer: Mapping[str, Any]) -> bool:
 
 def lacks_place(cell: Cell, mode: Mode) -> bool:
     """Whether a trace could still say where a cell first differs."""
-    writes_trace = cell.strategy not in PIPELINES and not mode.resumes
+    writes_trace = not program_of(cell.strategy, mode) and not mode.resumes
     return cell.verdict == judge.WRONG and writes_trace and not cell.where
 
 
@@ -333,8 +350,8 @@ def curves(directory: Path) -> Curves:
     return Curves(loss, norm)
 
 
-def pipeline_curves(directory: Path) -> tuple[Curves, Curves]:
-    """What DeepSpeed's pipeline logged, and what plain PyTorch did."""
+def printed_curves(directory: Path) -> tuple[Curves, Curves]:
+    """What a small program trained with DeepSpeed, and what it expected."""
     for line in "\n".join(logs(directory)).splitlines():
         if line.startswith('{"losses"'):
             printed = json.loads(line)

@@ -19,11 +19,15 @@ DEEPSPEED_PIPELINE = "deepspeed-pipeline"
 STAGE_0 = "stage 0"
 PIPELINE_STAGE_0 = "deepspeed-pipeline stage 0"
 PIPELINES = {DEEPSPEED_PIPELINE: 1, PIPELINE_STAGE_0: 0}  # with their ZeRO stages
+OVERFLOWING = {"zero1": 1, "zero2": 2, "zero3": 3}  # what overflow.py trains, with its ZeRO stage
 ZERO_STRATEGIES = ("zero1", "zero2", "zero3", "zero3_offload")
 DEEPSPEED_STRATEGIES = (*ZERO_STRATEGIES, STAGE_0, *PIPELINES)
 # What needs PyTorch alone. DDP is compared with one process, the others with DDP.
 TORCH_STRATEGIES = (BASELINE, "tensor", "pipeline", "hybrid", "fsdp2")
 STRATEGIES = (*DEEPSPEED_STRATEGIES, *TORCH_STRATEGIES)
+
+PIPELINE_CLIPPING = "pipeline clipping"
+PIPELINE_CLIP_NORM = 0.05  # the norm is 0.15 to 0.20
 
 ITERATIONS = 6
 SAVED_AFTER = 3
@@ -64,11 +68,13 @@ _SHARDED = ("zero1", "zero2", "zero3")
 _FP32_SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
 _ALL_REDUCE_FETCH = {"zero_optimization": {"stage3_use_all_reduce_for_fetch_params": True}}
 MODES = (
-    Mode("fp32", "fp32, four micro-batches, clipping", STRATEGIES),
+    Mode("fp32", "fp32, four micro-batches, clipping (DeepSpeed's pipeline without)", STRATEGIES),
     Mode(
-        "bf16", "bf16, four micro-batches, clipping",
+        "bf16", "bf16, four micro-batches, clipping (DeepSpeed's pipeline without)",
         (*ZERO_STRATEGIES, STAGE_0, DEEPSPEED_PIPELINE, *TORCH_STRATEGIES), "bf16",
     ),
+    Mode(PIPELINE_CLIPPING, f"fp32, DeepSpeed's pipeline clips at {PIPELINE_CLIP_NORM}", tuple(PIPELINES)),
+    Mode("fp16 overflow", "fp16, a gradient overflows in one process's partition", tuple(OVERFLOWING), "fp16"),
     Mode("one micro-batch", "fp32, one micro-batch", (*_SHARDED, *TORCH_STRATEGIES), micro_batches=1),
     Mode(
         "three processes", "fp32, three processes: what cannot be divided is padded",

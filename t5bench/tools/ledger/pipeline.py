@@ -2,7 +2,7 @@
 
 This needs nothing of the project, so that it can be shown to DeepSpeed's developers as it is:
 
-    torchrun --nproc_per_node 4 t5bench/tools/ledger/pipeline.py --stage 1 [--bf16]
+    torchrun --nproc_per_node 4 t5bench/tools/ledger/pipeline.py --stage 1 [--bf16] [--clip-norm 0.05]
 """
 
 import argparse
@@ -42,7 +42,7 @@ def loss_of(output: Tensor, target: Tensor) -> Tensor:
     return nn.functional.mse_loss(output.float(), target.float())
 
 
-def reference(replicas: int, dtype: torch.dtype) -> list[float]:
+def reference(replicas: int, dtype: torch.dtype, clip_norm: float) -> list[float]:
     """The loss of each iteration without DeepSpeed, in one process: computed in dtype, with weights kept in fp32."""
     masters = nn.Sequential(*make_layers())
     model = nn.Sequential(*make_layers()).to(dtype)
@@ -60,6 +60,8 @@ def reference(replicas: int, dtype: torch.dtype) -> list[float]:
         for master, copy in zip(masters.parameters(), model.parameters(), strict=True):
             assert copy.grad is not None
             master.grad = copy.grad.float()
+        if clip_norm:
+            nn.utils.clip_grad_norm_(masters.parameters(), clip_norm)
         optimizer.step()
         model.load_state_dict(masters.state_dict())
         model.zero_grad()
@@ -67,7 +69,7 @@ def reference(replicas: int, dtype: torch.dtype) -> list[float]:
     return losses
 
 
-def pipelined(stage: int, replicas: int, dtype: torch.dtype) -> list[float]:
+def pipelined(stage: int, replicas: int, dtype: torch.dtype, clip_norm: float) -> list[float]:
     """The same with DeepSpeed's pipeline engine, in each of its processes."""
     import deepspeed
 
@@ -79,7 +81,7 @@ def pipelined(stage: int, replicas: int, dtype: torch.dtype) -> list[float]:
     config = {
         "train_batch_size": SAMPLES * MICRO_BATCHES * replicas,
         "train_micro_batch_size_per_gpu": SAMPLES,
-        "gradient_clipping": 0.0,
+        "gradient_clipping": clip_norm,
         "bf16": {"enabled": dtype == torch.bfloat16},
         "zero_optimization": {"stage": stage},
         "steps_per_print": 10**9,
@@ -95,12 +97,13 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--stage", type=int, default=1)
     parser.add_argument("--bf16", action="store_true")
+    parser.add_argument("--clip-norm", type=float, default=0.0, help="0: no clipping")
     args = parser.parse_args()
     dtype = torch.bfloat16 if args.bf16 else torch.float32
     replicas = int(os.environ["WORLD_SIZE"]) // STAGES
-    losses = pipelined(args.stage, replicas, dtype)
+    losses = pipelined(args.stage, replicas, dtype, args.clip_norm)
     if os.environ["RANK"] == "0":
-        print(json.dumps({"losses": losses, "expected": reference(replicas, dtype)}), flush=True)
+        print(json.dumps({"losses": losses, "expected": reference(replicas, dtype, args.clip_norm)}), flush=True)
 
 
 if __name__ == "__main__":

@@ -42,7 +42,8 @@ Several releases of DeepSpeed train another model than they were asked to, witho
 finds them. It installs each release in a folder of its own, trains a tiny T5 with the native engine under each strategy
 in the modes below, and compares loss and gradient norm of every iteration with DDP's, which needs no DeepSpeed. The
 bounds are those of [the parity check](../parity.md). DeepSpeed's own pipeline engine, which the native engine does not
-use, trains four layers instead; its loss is compared with plain PyTorch's.
+use, trains four layers instead; its loss is compared with plain PyTorch's. In fp16, which the native engine does not
+have, ZeRO trains two vectors whose losses are known.
 
 The strategies that need no DeepSpeed are trained under each release of PyTorch, and compared with DDP; DDP is compared
 with one process.

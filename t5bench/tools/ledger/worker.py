@@ -19,7 +19,6 @@ from typing import Any
 from t5bench import Problem
 from t5bench.imports import import_deepspeed, leave_out_compiler
 from t5bench.text import guard_streams
-from t5bench.tools.ledger import pipeline
 
 SECONDS_BETWEEN_LOOKS = 0.05
 
@@ -53,16 +52,16 @@ def import_rest(tokenizer: str, *, with_deepspeed: bool) -> dict[str, str]:
 
 
 def train(cell: dict[str, Any]) -> None:
-    """One process of a cell: the native engine or the pipeline's program, with the cell's arguments."""
+    """One process of a cell: the native engine or a small program, with the cell's arguments."""
     words = cell["words"]
     if cell["poisons_memory"]:
         import torch
 
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.utils.deterministic.fill_uninitialized_memory = True
-    if cell["is_pipeline"]:
-        sys.argv = [pipeline.__file__, *words]
-        runpy.run_path(pipeline.__file__, run_name="__main__")
+    if cell["program"]:
+        sys.argv = [cell["program"], *words]
+        runpy.run_path(cell["program"], run_name="__main__")
         return
     from native.arguments import parse
     from native.train import run
