@@ -14,6 +14,8 @@ import os
 import torch
 from torch import Tensor, nn
 
+from t5bench.text import guard_streams
+
 ITERATIONS = 6
 MICRO_BATCHES = 4
 WIDTH = 64
@@ -95,4 +97,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    guard_streams()
     main()
