@@ -175,8 +175,8 @@ class Guard:
             self.workers_due_at = None  # when they are due, they may already have ended
         if self.workers_due_at is None or time.monotonic() < self.workers_due_at:
             return None
-        master = self.peers.endpoint.address
-        reason = f"torchrun could not join the run at {master}: whatever listens on the master's port does not answer"
+        master = f"{self.peers.endpoint.address}:{self.plan.value('MASTER_PORT')}"
+        reason = f"torchrun got no answer from {master}: something else is using that port"
         remedy = "Check rank 0, whose launcher may have refused to start, or choose another MASTER_PORT on every node"
         return Cause.now(ends.TIMEOUT, reason, remedy)
 
@@ -329,7 +329,7 @@ def _incomplete(plan: Plan, output: Output) -> str:
 def _ended_early(plan: Plan, output: Output, ranks: Sequence[int]) -> str:
     """Which of the ranks that ended with exit status 0 did so without their last line, if any did."""
     silent = [rank for rank in ranks if rank not in output.memory]
-    return f"rank {silent[0]} ended before the run did" if plan.engine_patches == "series" and silent else ""
+    return f"rank {silent[0]} exited before the last iteration" if plan.engine_patches == "series" and silent else ""
 
 
 def knows_little(end: Mapping[str, Any]) -> bool:

@@ -121,15 +121,26 @@ def test_the_decision_table_is_what_plan_says(column: int, machine: str, tmp_pat
     megatron = [entry for entry in candidates if entry["seconds"] and entry["engine"] == "megatron"]
     least = min(megatron, key=lambda entry: entry["memory"])
     expected = {
-        "fastest": f"{name(megatron[0])}, {megatron[0]['seconds']:.2f} s",
+        "fastest": f"{name(megatron[0])}, {seconds(megatron[0])}",
         "least memory": f"{name(least)}, {least['memory'] / 2**30:.1f} GiB",
-        "fastest on the native engine": f"{name(native[0])}, {native[0]['seconds']:.2f} s",
-        "FSDP2 on the native engine": f"{best['native', 'FSDP2']['seconds']:.2f} s",
+        "fastest on the native engine": f"{name(native[0])}, {seconds(native[0])}",
+        "FSDP2 on the native engine": seconds(best["native", "FSDP2"]) + too_close(best["native", "FSDP2"]),
     }
     for kind in ("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3"):
         entry = best["megatron", kind]
-        expected[kind] = f"{entry['seconds'] / megatron[0]['seconds']:.1f}x{LIMITS[entry['limit']]}"
+        times = f"{entry['seconds'] / megatron[0]['seconds']:.1f}x{too_close(entry)}"
+        expected[kind] = times + LIMITS[entry["limit"]]
     assert {row[0]: row[column] for row in table_rows("Predicted")} == expected
+
+
+def seconds(entry: dict) -> str:
+    low, high = entry["seconds_interval"]
+    return f"{entry['seconds']:.2f} s [{low:.2f}, {high:.2f}]"
+
+
+def too_close(entry: dict) -> str:
+    """The mark of what the command calls too close to the fastest of all."""
+    return "" if entry["told_from_the_fastest"] else "\\*"
 
 
 def name(entry: dict) -> str:

@@ -242,7 +242,7 @@ def test_a_run_without_workers_is_ended_after_the_rendezvous(monkeypatch: pytest
     monkeypatch.setattr(guards, "START_SECONDS", 0)
     cause = Run(tmp_path, "import sys; print('ready', flush=True); sys.stdin.read()").cause(rendezvous=0)
     assert cause and cause.status == "timeout"
-    assert "could not join the run at 127.0.0.1" in cause.reason
+    assert "torchrun got no answer from 127.0.0.1:" in cause.reason
 
 
 # ---- with torchrun, and alone ----------------------------------------------------------------------------------------

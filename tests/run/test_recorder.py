@@ -83,14 +83,14 @@ def said(directory: Path, *blocks: bytes) -> Output:
     [
         (output(3), [], "0 ", "complete", "", 0, None),
         (output(2), [], "0 ", "incomplete", "it ended after iteration 2 of 3", 3, 2),
-        (output(3, ranks=()), [], "0 ", "incomplete", "rank 0 ended before the run did", 3, 2),
+        (output(3, ranks=()), [], "0 ", "incomplete", "rank 0 exited before the last iteration", 3, 2),
         (output(3, loss="NAN"), [], "0 ", "diverged", "the loss is not a number at iteration 1", 4, 3),
         (output(3, loss="inf"), [(0, AssertionError())], "1 ", "diverged", "the loss is not a number", 4, 3),
         (output(2), [(0, KeyError("text"))], "1 ", "crashed", "rank 0: KeyError: 'text'", 1, 2),
         # The earliest of the strongest, not what is printed: this one was handled.
         ("ValueError: handled\n", [(1, KeyError("text")), (0, CLOSED)], "1 ", "crashed", "rank 1: KeyError", 1, 2),
         ("", [(0, CLOSED)], "1 ", "network", "connection to another process was lost", 7, 0),
-        (OTHER_LEFT, [(1, CLOSED)], "1 ", "incomplete", "rank 0 ended before the run did", 3, 2),
+        (OTHER_LEFT, [(1, CLOSED)], "1 ", "incomplete", "rank 0 exited before the last iteration", 3, 2),
         (OTHER_LEFT + MEMORY.format(0), [(1, CLOSED)], "1 ", "network", "connection to another process was lost", 7, 0),
         ("", [(0, Problem("no --x", "Read --help"))], "2 ", "configuration", "no --x", 2, 3),
         ("ImportError: no torch\n", [], "1 ", "crashed", "ImportError: no torch", 1, 2),  # torchrun's own

@@ -88,11 +88,19 @@ class Cell:
     """Of a wrong cell that was trained again with a trace: where it first differs from DDP, in words."""
 
 
+def listed(names: Iterable[str]) -> str:
+    """For --help: quoted, because some names have a blank."""
+    return ", ".join(f"'{name}'" for name in names).replace("%", "%%")
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     modes = ",".join(mode.name for mode in MODES)
-    parser.add_argument("--releases", default=",".join(RELEASES), help="of DeepSpeed (default: %(default)s)")
-    parser.add_argument("--strategies", default=",".join(STRATEGIES), help="(default: %(default)s)")
-    parser.add_argument("--modes", default=modes, help="(default: %(default)s)")
+    releases = f"of DeepSpeed, separated by commas (default: the {len(RELEASES)} of the page)"
+    parser.add_argument("--releases", default=",".join(RELEASES), metavar="LIST", help=releases)
+    strategies = f"separated by commas (default: all, {listed(STRATEGIES)})"
+    parser.add_argument("--strategies", default=",".join(STRATEGIES), metavar="LIST", help=strategies)
+    modes_help = f"separated by commas (default: all, {listed(mode.name for mode in MODES)})"
+    parser.add_argument("--modes", default=modes, metavar="LIST", help=modes_help)
     parser.add_argument("--torch", help="releases, each in an environment of its own (default: the running torch)")
     parser.add_argument("--limit", type=float, default=LIMIT_SECONDS, help="a longer cell hangs (%(default)s s)")
     locate = "train a wrong cell once more with a trace, and say where it first differs"
