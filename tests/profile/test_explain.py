@@ -488,7 +488,7 @@ def test_a_quota_is_named_first(sample_data: Path, tmp_path: Path):
 def test_a_resumed_run_profiles_the_iteration_of_that_number(tmp_path: Path, monkeypatch, resumed, profiled):
     """One that the first attempt profiled, and one that has no iteration before it, is not profiled again."""
     begun, stretch = [], SimpleNamespace(begin=lambda: begun.append(len(counted.ends)))
-    monkeypatch.setattr(Marks, "place", lambda *_: None)
+    monkeypatch.setattr(Marks, "surround_all", lambda *_: None)
     monkeypatch.setattr(step, "surround", lambda *_: None)
     monkeypatch.setattr(step, "ProfiledStretch", lambda _: stretch)
     monkeypatch.setattr(OneIteration, "_end", lambda self: begun.append(len(self.ends)))

@@ -319,7 +319,7 @@ def test_a_command_that_is_stopped_prints_no_traceback(
     monkeypatch.setattr("t5bench.plan.launchers.declarations", Mock(side_effect=stopped))
     monkeypatch.setattr("t5bench.__main__.discard", Mock())  # it would close pytest's own stream
     assert main(["strategies"]) == status
-    assert capfd.readouterr().err.startswith(said)
+    assert said in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
