@@ -61,7 +61,8 @@ def test_a_size_of_files_that_is_none_is_refused(size: str):
 def test_the_memory_of_an_export_does_not_grow_with_the_model(tmp_path: Path):
     found = script("export_memory.py", tmp_path)
     assert found["model"] > 150 and found["files"] > 10
-    assert found["taken"] < 40, found  # a file of 10 MB, and the largest parameters on the way
+    # A file of 10 MB, the largest parameters on the way, and what malloc keeps of them.
+    assert found["taken"] < 60, found
 
 
 @pytest.fixture(scope="module")
