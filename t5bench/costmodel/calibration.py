@@ -1,9 +1,9 @@
 """What measured runs say of a machine: its host, its GPUs and its links, each as far as the runs depend on it.
 
 Before any run, each direction of doubt (intervals.py) has a normal distribution. Measured times update it by Bayes'
-rule, with times that answer linearly to small changes: one run that the host limits says what the host costs, and next
-to nothing of the GPU; runs of both kinds say both. Layouts of a run's shape share most of its own error, because their
-layers compute the same products (intervals.py).
+rule, with times that answer linearly to small changes: a run that the host limits shows what the host costs and hardly
+anything of the GPU; with a run that computing limits as well, both are known. Layouts of the same shape as a run have
+most of their error in common with it, because their layers compute the same products (intervals.py).
 """
 
 from collections.abc import Mapping, Sequence
@@ -70,7 +70,7 @@ class Calibrated:
         return [(more + doubt, less - doubt) for (more, less), doubt in zip(answers, doubts, strict=True)]
 
     def own(self, job: Job) -> float:
-        """The standard deviation of its own error, which no direction explains."""
+        """The standard deviation of the part of a layout's error that no direction explains."""
         return OF_LAYOUT if shape_of(job) in self.shapes else intervals.LAYOUT
 
     @property

@@ -99,7 +99,7 @@ class Judged:
     seconds: float
     responses: Sequence[tuple[float, float]]
     own: float = intervals.LAYOUT
-    """The standard deviation of its own error."""
+    """The standard deviation of the layout's error, beside what it shares with others."""
 
     @property
     def error(self) -> float:

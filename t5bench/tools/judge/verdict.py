@@ -132,7 +132,7 @@ def _hidden(first: Curves, second: Curves, steps: list[int], bounds: Tolerance) 
     losses = [second.loss[step] for step in steps]
     hidden = []
     if len(steps) < LEAST_STEPS:
-        hidden.append(f"the logs share only {len(steps)} steps: the optimizer shows from the third on")
+        hidden.append(f"steps that both logs have: {len(steps)}. The optimizer shows from the third on")
     largest = max(abs(loss) for loss in losses)
     move = (max(losses) - min(losses)) / largest if largest else 0.0
     if len(steps) > 1 and move < LEAST_MOVE * bounds.loss:

@@ -2,7 +2,7 @@
 
 Two vectors of weights; their gradients are the inputs, all powers of two, so every number is exact in fp16. In the
 third iteration the gradient of the second vector, which the last process keeps, overflows. Every process must then
-leave out the update. This needs nothing of the project, so that it can be shown to DeepSpeed's developers as it is:
+leave out the update. Of the project it needs only the guard of its output, so DeepSpeed's developers can try it:
 
     torchrun --nproc_per_node 2 t5bench/tools/ledger/overflow.py --stage 1
 """

@@ -212,4 +212,6 @@ def report(standing: Standing, by_name: Mapping[str, Candidate], memory: Memory,
         print("The budget ended before this was certain.")
     print(f"With 95 % certainty it is at most {standing.possible_regret:.1%} slower than the fastest layout.")
     print(f"{standing.runs} runs took {memory.seconds / 60:.1f} minutes; {runs_dir / PICTURE} shows their course.")
-    print(f"It trains as DDP does. Start it with:\n  {by_name[standing.named.option.name].start}")
+    print(
+        f"On a small model its curves agree with DDP's. Start it with:\n  {by_name[standing.named.option.name].start}"
+    )

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from t5bench import Problem
+from t5bench.compare.parity import EXIT_DIFFERENT, EXIT_NOT_SHOWN
 from t5bench.plan.families import FAMILIES
 from t5bench.plan.scripts import script_defaults
 from t5bench.plan.space import Candidate
@@ -44,7 +46,7 @@ def settings_of(candidate: Candidate) -> dict[str, str]:
 
 
 def fault_of(name: str, candidate: Candidate, runner: Runner) -> str:
-    """Why a layout does not train as DDP does; "" if it does. Raises Problem and Interrupted."""
+    """Why a layout does not train as DDP does; "" if their curves agree. Raises Problem and Interrupted."""
     common = settings_of(candidate)
     of_layout = {key: value for key, value in candidate.settings().items() if key in KEPT and value}
     of_ddp = {key: of_layout[key] for key in ("MODEL_FAMILY", "NNODES", "NPROC_PER_NODE", "ENGINE") if key in of_layout}
@@ -53,7 +55,7 @@ def fault_of(name: str, candidate: Candidate, runner: Runner) -> str:
     baseline = folder / BASELINE
     reason = runner.train(baseline, BASELINE, world, common | of_ddp, ARGUMENTS)
     if reason:
-        return f"DDP, with which it is compared, failed: {reason}"
+        raise Problem(f"DDP, with which layouts are compared, failed: {reason}", f"Its log is in {baseline}")
     named = folder / "named"
     reason = runner.train(named, candidate.strategy, world, common | of_layout, ARGUMENTS)
     if reason:
@@ -62,5 +64,10 @@ def fault_of(name: str, candidate: Candidate, runner: Runner) -> str:
 
 
 def verdict(named: Path, baseline: Path) -> str:
+    """Raises Problem where the gate could not judge."""
     status = t5bench("parity", named, baseline, "--baseline", baseline)
-    return "it does not train as DDP does; the table above has the difference" if status == 1 else ""
+    if status == EXIT_DIFFERENT:
+        return "it does not train as DDP does; the table above has the difference"
+    if status not in (0, EXIT_NOT_SHOWN):
+        raise Problem(f"the parity check of {named} ended with status {status}", "Run the same command again")
+    return ""

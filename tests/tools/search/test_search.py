@@ -9,6 +9,9 @@ from real_runs import environment
 from support import REPO_ROOT
 from warm_python import warm_python
 
+from t5bench import Problem
+from t5bench.tools.search import parity
+
 LAYOUTS = {
     "DEVICE": "cpu", "ENGINE": "native", "MODEL_PRESET": "tiny", "PRECISION_FLAG": "", "DROPOUT": "0",
     "GLOBAL_BATCH_SIZE": "4", "NPROC_PER_NODE": "2", "TRAIN_ITERS": "26",
@@ -42,6 +45,18 @@ def test_what_cannot_be_searched(sample_data: Path, tmp_path: Path, settings: di
     assert result.returncode == 2 and says in result.stderr and "Traceback" not in result.stderr
 
 
+@pytest.mark.parametrize(("status", "fault"), [(0, ""), (1, "it does not train as DDP does"), (3, ""), (2, None)])
+def test_only_curves_that_were_judged_agree(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, status: int, fault: str | None
+):
+    monkeypatch.setattr(parity, "t5bench", lambda *_: status)
+    if fault is None:
+        with pytest.raises(Problem, match="ended with status 2"):
+            parity.verdict(tmp_path, tmp_path)
+    else:
+        assert parity.verdict(tmp_path, tmp_path).startswith(fault) and bool(fault) == (status == 1)
+
+
 @pytest.mark.slow
 @pytest.mark.nightly
 def test_a_search_stops_at_its_budget_and_continues_without_repeating_a_run(sample_data: Path, tmp_path: Path):
@@ -50,7 +65,7 @@ def test_a_search_stops_at_its_budget_and_continues_without_repeating_a_run(samp
     first = search(RUNS="1", **where)
     assert first.returncode == 3, first.stderr
     assert "The budget ended before this was certain" in first.stdout
-    assert "It trains as DDP does" in first.stdout and "PASS" in first.stdout
+    assert "its curves agree with DDP's" in first.stdout and "PASS" in first.stdout
     before = json.loads((tmp_path / "runs" / "search.json").read_text())
     second = search(RUNS="2", **where)
     assert second.returncode in (0, 3), second.stderr
