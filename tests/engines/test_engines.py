@@ -102,11 +102,22 @@ def test_merged_weights_have_the_evaluated_loss(
     merged = tmp_path / "merged"
     settings = {"MEGATRON_DIR": str(megatron_dir), "MEGATRON_DATA_DIR": str(sample_data)}
     assert main(["reshape", str(megatron_runs / trained), "--tp", tp, "--output", str(merged)]) == 0
-    finish(start(evaluates, merged, **EXACT, **WATCHED, **settings, NPROC_PER_NODE=tp, EVAL_ONLY="1"))
+    finish(
+        start(
+            evaluates,
+            merged,
+            **EXACT,
+            **WATCHED | {"WANDB_MODE": "disabled"},
+            **settings,
+            NPROC_PER_NODE=tp,
+            EVAL_ONLY="1",
+        )
+    )
     before, after = (load(run).evaluations for run in (megatron_runs / trained, merged / "evaluation"))
     assert [each.lm_loss for each in after] == [each.lm_loss for each in before[-len(after) :]]
 
 
+@pytest.mark.nightly
 def test_fsdp2_in_eight_processes(native_runs: Path, sample_data: Path, tmp_path: Path):
     """Two copies of the states, each shared by two processes, with tensor parallelism in every layer; and four
     processes that keep the gathered parameters. Recomputed layers are the same ones."""
@@ -131,7 +142,7 @@ def test_zero_that_reduces_once(native_runs: Path, sample_data: Path, tmp_path: 
     ("family", "strategy"),
     [
         ("t5", "hybrid"),
-        ("gpt", "tensor"),
+        pytest.param("gpt", "tensor", marks=pytest.mark.nightly),
         pytest.param("t5", "tensor", marks=pytest.mark.nightly),
         pytest.param("gpt", "hybrid", marks=pytest.mark.nightly),
     ],
@@ -176,7 +187,7 @@ def test_a_resumed_fsdp2_gives_the_uninterrupted_curve(sample_data: Path, native
 
 def test_a_resumed_hsdp_gives_the_uninterrupted_curve(sample_data: Path, tmp_path: Path):
     """Two copies of the states, each of two processes. DDP with as many processes has the same curve."""
-    settings = EXACT | WATCHED | {"ENGINE": "native", "MEGATRON_DATA_DIR": str(sample_data)}
+    settings = EXACT | WATCHED | {"ENGINE": "native", "MEGATRON_DATA_DIR": str(sample_data), "WANDB_MODE": "disabled"}
     settings |= {"NPROC_PER_NODE": "4", "MICRO_BATCH_SIZE": "1"}
     hsdp = settings | {"FSDP_SHARD_SIZE": "2"}
     train("fsdp2", tmp_path / "runs" / "fsdp2", **hsdp)

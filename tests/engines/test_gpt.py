@@ -24,6 +24,7 @@ def whole_of(folder: Path) -> Weights:
     return whole_weights(folder, read(min(folder.rglob("*.pt")))["args"])
 
 
+@pytest.mark.nightly
 def test_a_gpt_is_the_same_model_in_every_strategy_resumed_evaluated_and_merged(gpt: dict[str, str], tmp_path: Path):
     settings = gpt | EXACT | GROWING
     curves = {}

@@ -11,7 +11,7 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from real_runs import GATE, environment, make_clone, verdicts
@@ -46,11 +46,19 @@ FEW = (
     "batch[:self.micro",
     "model._backward_prologue_per_tensor = super",
     "(output * is_last)",
-    "int(match[1])",
     "self.kept",
     "self.forward_step(micro_batches[number if part",
     "parameter.grad += gradient * (micro_batch",
 )
+NIGHTLY = ("int(match[1])",)
+
+
+def chosen() -> Iterator[Any]:
+    for mistake in MISTAKES:
+        if os.environ.get("ALL_MISTAKES") or mistake.wrong.startswith(FEW):
+            yield mistake
+        elif mistake.wrong.startswith(NIGHTLY):
+            yield pytest.param(mistake, marks=pytest.mark.nightly)
 
 
 class Planter:
@@ -139,7 +147,7 @@ def test_the_list_is_long_enough_and_can_be_planted(planter: Planter):
 
 @pytest.mark.parametrize(
     "mistake",
-    [m for m in MISTAKES if os.environ.get("ALL_MISTAKES") or m.wrong.startswith(FEW)],
+    chosen(),
     ids=lambda m: f"{m.engine}-{m.strategy}-{m.wrong}",
 )
 def test_a_planted_mistake_is_named(planter: Planter, mistake: Mistake, tmp_path: Path):

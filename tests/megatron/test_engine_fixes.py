@@ -93,7 +93,7 @@ def train_on_gpu(engine: Path, directory: Path, *arguments: str, local_rank: int
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["--bf16", "--fp16"])
+@pytest.mark.parametrize("precision", ["--bf16", pytest.param("--fp16", marks=pytest.mark.nightly)])
 def test_trains_without_apex(megatron_dir: Path, tmp_path: Path, precision: str):
     """Everything is on the GPU, and the kernels are found by name although loading them does not import them."""
     found = train_on_gpu(megatron_dir, tmp_path, precision)

@@ -135,6 +135,7 @@ def test_choosing_sorting_finding_and_copying(page: str, tmp_path: Path):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_two_hundred_profiled_runs(tmp_path: Path):
     """The page stays small, and says what it leaves out."""
     kinds = itertools.product(

@@ -74,6 +74,7 @@ def test_the_native_engines_strategies_pass_and_nothing_can_hide(copy: Path):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_gpt_has_no_outside_reference_and_its_strategies_are_located(gpt: dict[str, str], tmp_path: Path):
     settings = gpt | {"ENGINE": "native", "RUNS_DIR": str(tmp_path / "runs"), "CHECK_BLIND_SPOTS": "0"}
     result = gate("--locate", "tensor", **settings)

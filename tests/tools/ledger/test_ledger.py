@@ -334,6 +334,7 @@ def test_every_release_has_an_environment_and_torch_one_without_deepspeed():
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_strategies_without_deepspeed_are_compared_with_ddp_and_that_with_one_process(tmp_path):
     """With gradients that FSDP2 adds up but does not divide, as torch 2.8.0 does on a CPU, in place of FSDP2's."""
     few = ("--strategies", "ddp,hybrid,fsdp2", "--modes", "fp32")

@@ -136,7 +136,11 @@ def test_numbers_of_gpus_that_are_none_are_refused(tmp_path: Path, capsys: pytes
 @needs_browser
 @pytest.mark.parametrize(
     ("model", "device", "gpus", "batch"),
-    [("large", "a100", 16, 512), ("gpt-13b", "h100", 64, 1024), ("t5-v1.1-xxl", "a100", 8, 64)],
+    [
+        ("large", "a100", 16, 512),
+        pytest.param("gpt-13b", "h100", 64, 1024, marks=pytest.mark.nightly),
+        ("t5-v1.1-xxl", "a100", 8, 64),
+    ],
 )
 def test_the_page_shows_what_the_command_prints(
     made_page: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], model: str, device: str, gpus: int, batch: int
