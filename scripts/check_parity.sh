@@ -11,7 +11,7 @@
 #                      iteration, forward or backward pass, gradient or update, module and ranks
 #   --sensitivity      train no strategy; measure how far a change of 1 % in each number of the recipe
 #                      moves the curves, in units of the bound; fail if a change would go unnoticed
-#   --bf16             train in bf16 and apply the bound measured for it
+#   --bf16             train in fp32, then again in bf16, and apply the bound measured for each
 #   --benchmark-mode   train as the benchmark does, in bf16 with dropout 0.1. Layouts with DDP's
 #                      dropout masks must meet the bound of bf16, the others a sign test
 #                      (docs/parity.md)
@@ -40,8 +40,8 @@ options=()
 case $mode in
   --locate) options=(--locate) ;;
   --sensitivity) options=(--sensitivity) ;;
-  --bf16) export PRECISION_FLAG=--bf16 ;;
+  --bf16) options=(--bf16) ;;
   --benchmark-mode) export PRECISION_FLAG=--bf16 DROPOUT=0.1 ;;
-  *) ((CHECK_BLIND_SPOTS == 0)) || options=(--blind-spots) ;;
 esac
+[[ $mode != '' && $mode != --bf16 ]] || ((CHECK_BLIND_SPOTS == 0)) || options+=(--blind-spots)
 exec "$PYTHON" "$REPO_ROOT/t5bench" parity-check --engine "$ENGINE" --runs-dir "$RUNS_DIR" "${options[@]}" "$@"

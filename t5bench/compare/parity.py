@@ -242,7 +242,20 @@ def verdict(run: Run, baseline: Run) -> Verdict:
             where = "gradients and accumulation" if norm.first_beyond == first else "clipping and the optimizer step"
         reasons.append(f"the difference begins at iteration {min(begins)}: check {where} first")
     reasons += own_contradictions(run)
+    reasons += traced_differences(run, baseline)
     return Verdict(name, run, loss, norm, reasons)
+
+
+def traced_differences(run: Run, baseline: Run) -> list[str]:
+    """Where traced runs in bf16 differ by more than rounding: their curves may differ by more than small mistakes.
+
+    Raises Problem.
+    """
+    directories = (run.directory, baseline.directory)
+    in_bf16 = baseline.plan.precision == "bf16" and run.directory != baseline.directory
+    if not in_bf16 or not all(traces.is_traced(directory) for directory in directories):
+        return []
+    return traces.differences_in_bf16(*directories)
 
 
 def own_contradictions(run: Run) -> list[str]:

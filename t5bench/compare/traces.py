@@ -11,6 +11,7 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from statistics import fmean
 
 import msgspec
 
@@ -46,7 +47,11 @@ FIRST_ITERATIONS = 2
 ROUNDING_AT_FIRST = ROUNDING | {"backward": 5e-5, "gradient": 5e-5, "reduced": 5e-5}
 # In bf16 each layout rounds at different places, and what differs grows from iteration to iteration.
 BF16_ROUNDING = ROUNDING | {"forward": 0.1, "backward": 0.3, "gradient": 0.3, "reduced": 0.3, "update": 0.1}
+# Without tensor parallelism all layouts compute a sample's first forward pass in the same way, bit for bit on a CPU.
+BF16_ROUNDING_AT_FIRST = BF16_ROUNDING | {"forward": 1e-3}
 BF16_ITERATIONS = 2  # later, honest gradients differ by as much as they are large
+# A share by which all gradients of a rank are larger, in the same case, on average over modules and samples.
+BF16_SIZE_AT_FIRST = 2e-3
 LAST_DIGIT = 2**-23  # of a weight of 1: a smaller change is lost
 # The relative differences of a run's own figures from what follows from its numbers, in either precision
 # (docs/parity_evidence.md has what honest runs reach).
@@ -163,6 +168,10 @@ class Trace:
         return next(iter(self.positions.values())).dp_size
 
     @property
+    def tp_size(self) -> int:
+        return 1 + max(position.tp for position in self.positions.values())
+
+    @property
     def precision(self) -> str:
         return next(iter(self.positions.values())).precision
 
@@ -224,27 +233,35 @@ def apart(value: RankValue, reference: RankValue) -> float:
 def differences(run: Trace, baseline: Trace, quantity: tuple[int, str, str]) -> list[tuple[float, tuple[int, ...]]]:
     """How far each value of a run about a quantity (iteration, phase, name) lies from the baseline's, and whose value
     it is."""
+    return [
+        (apart(value, reference) if reference else math.inf, value.ranks)
+        for value, reference in pairs(run, baseline, quantity)
+    ]
+
+
+def pairs(run: Trace, baseline: Trace, quantity: tuple[int, str, str]) -> Iterator[tuple[RankValue, RankValue | None]]:
+    """Each value of a run about a quantity (iteration, phase, name), and the baseline's; None for a sample that the
+    baseline did not have."""
     _, phase, _ = quantity
     are_alike = run.dp_size == baseline.dp_size
     values = run.values(*quantity, per_replica=are_alike)
     references = baseline.values(*quantity, per_replica=are_alike)
     if not values or not references:
-        return []
+        return
     first = next(iter(references.values()))
-    measured: list[tuple[float, tuple[int, ...]]] = []
     for number, values_of_number in values.items():
         if phase in OF_SAMPLES and number not in references:
-            measured.append((math.inf, values_of_number[0].ranks))
+            yield values_of_number[0], None
             continue
-        reference = references.get(number, first)[0]
-        measured += [(apart(value, reference), value.ranks) for value in values_of_number]
-    return measured
+        for value in values_of_number:
+            yield value, references.get(number, first)[0]
 
 
-def rounding(precision: str, iteration: int) -> Mapping[str, float]:
+def rounding(run: Trace, baseline: Trace, iteration: int) -> Mapping[str, float]:
     """The relative difference that is allowed, by phase."""
-    if precision != "fp32":
-        return BF16_ROUNDING
+    if run.precision != "fp32":
+        computes_alike = iteration == 1 and run.tp_size == baseline.tp_size
+        return BF16_ROUNDING_AT_FIRST if computes_alike else BF16_ROUNDING
     return ROUNDING_AT_FIRST if iteration <= FIRST_ITERATIONS else ROUNDING
 
 
@@ -260,7 +277,7 @@ def first_difference(run: Path, baseline: Path) -> Location | None:
     if traced.precision != "fp32":
         iterations = iterations[:BF16_ITERATIONS]
     for iteration in iterations:
-        allowed = rounding(traced.precision, iteration)
+        allowed = rounding(traced, reference, iteration)
         for phase in PHASES:
             still_right = ""
             for name in reference.names(iteration, phase):
@@ -273,6 +290,42 @@ def first_difference(run: Path, baseline: Path) -> Location | None:
                 if measured:
                     still_right = name
     return None
+
+
+def differences_in_bf16(run: Path, baseline: Path) -> list[str]:
+    """Where a run's first iterations differ from the baseline's by more than rounding to bf16, a sentence each.
+
+    run and baseline: run directories. Raises Problem for one without a trace.
+    """
+    location = first_difference(run, baseline)
+    sentence = next(wrong_sizes(Trace(run), Trace(baseline)), "")
+    return [*([f"it {location}"] if location else []), *([sentence] if sentence else [])]
+
+
+def larger_by(sketch: Sequence[float], reference: Sequence[float]) -> float:
+    """By which share of its size the part of a sketch that points along the reference is larger."""
+    product = sum(ours * theirs for ours, theirs in zip(sketch, reference, strict=True))
+    return product / sum(number * number for number in reference) - 1
+
+
+def wrong_sizes(run: Trace, baseline: Trace) -> Iterator[str]:
+    """Ranks whose first backward pass is, on average over modules and samples, larger or smaller than the baseline's.
+
+    Rounding enlarges one number and diminishes the next; a wrong factor changes all alike.
+    """
+    if run.tp_size != baseline.tp_size:
+        return
+    shares: dict[tuple[int, ...], list[float]] = {}
+    for name in baseline.names(1, "backward"):
+        for value, its in pairs(run, baseline, (1, "backward", name)):
+            if its and any(its.sketch):
+                shares.setdefault(value.ranks, []).append(larger_by(value.sketch, its.sketch))
+    for ranks, of_rank in shares.items():
+        average = fmean(of_rank)
+        if not abs(average) <= BF16_SIZE_AT_FIRST:
+            much = f"{abs(average):.1e} {'larger' if average > 0 else 'smaller'} than the baseline's"
+            on_average = f"on average over modules (allowed: {BF16_SIZE_AT_FIRST:.0e})"
+            yield f"in iteration 1 the backward pass of {ranks_in_words(ranks)} is {much}, {on_average}"
 
 
 # ---- a run's own figures ---------------------------------------------------------------------------------------------

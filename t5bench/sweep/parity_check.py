@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from t5bench import REPOSITORY, Problem, note, raise_on_signals
-from t5bench.compare.parity import NATIVE, SEEDS, TOLERANCE
+from t5bench.compare.parity import EXIT_DIFFERENT, EXIT_NOT_SHOWN, NATIVE, SEEDS, TOLERANCE
 from t5bench.compare.sensitivity import MARGIN
 from t5bench.costmodel.schedule import INTERLEAVED, ZERO_BUBBLE
 from t5bench.plan.launchers import accepted, declarations, tell_left_out
@@ -24,6 +24,7 @@ MEGATRON = "megatron"
 # show after a few updates; with larger initial weights GELU's two forms differ by more than rounding.
 ARGUMENTS = ("--adam-beta1", "0.9", "--adam-beta2", "0.9", "--adam-eps", "0.01", "--init-method-std", "0.1")
 TRACE = ("--trace",)
+SEVEREST_FIRST = (EXIT_DIFFERENT, 2, EXIT_NOT_SHOWN)  # of parity's exit statuses
 PERCENT = 0.01
 # Settings, or engine arguments for numbers that have none.
 NUMBERS = {
@@ -43,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--locate", action="store_true", help="say where each strategy first differs from DDP")
     parser.add_argument("--sensitivity", action="store_true", help="only measure what the check can see")
     parser.add_argument("--blind-spots", action="store_true", help="also measure what the check can see")
+    parser.add_argument("--bf16", action="store_true", help="train in fp32, and then again in bf16")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -66,6 +68,29 @@ def run(args: argparse.Namespace) -> int:
         return t5bench("parity", "--sensitivity", curves)
     if args.locate and args.engine != NATIVE:
         raise Problem("only the native engine writes what --locate reads", "Set ENGINE=native")
+    if not args.bf16:
+        return check(args, strategies, unsupported)
+    # Rounding to bf16 hides what is smaller than itself; in fp32 the same mistakes show.
+    note("in fp32 first, where no mistake hides behind the rounding of bf16")
+    of_fp32 = check(with_runs_in(args, args.runs_dir / "fp32"), strategies, unsupported)
+    note("and in bf16")
+    os.environ["PRECISION_FLAG"] = "--bf16"
+    args.blind_spots = False  # they were measured
+    of_bf16 = check(args, strategies, unsupported)
+    if of_fp32 == EXIT_DIFFERENT != of_bf16:
+        note("the rounding of bf16 hides what the check in fp32, above, found")
+    return next(status for status in (*SEVEREST_FIRST, 0) if status in (of_fp32, of_bf16))
+
+
+def with_runs_in(args: argparse.Namespace, runs_dir: Path) -> argparse.Namespace:
+    return argparse.Namespace(**vars(args) | {"runs_dir": runs_dir})
+
+
+def check(args: argparse.Namespace, strategies: list[str], unsupported: str) -> int:
+    """Trains the strategies in the environment's precision and compares them; parity's exit status.
+
+    unsupported: why the native engine cannot train this model family. Raises Problem.
+    """
     has_dropout = float(os.environ["DROPOUT"]) > 0
     is_fp32 = not os.environ.get("PRECISION_FLAG")
     # In bf16 a run is also judged by its own numbers, because its curves may differ by more than small mistakes.

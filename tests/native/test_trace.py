@@ -11,7 +11,7 @@ from real_runs import GATE, TIME_LIMIT, environment, make_clone, train
 from support import REPO_ROOT
 
 from t5bench import Problem
-from t5bench.compare.parity import own_contradictions
+from t5bench.compare.parity import own_contradictions, verdict
 from t5bench.compare.traces import PHASES, Location, Trace, first_difference
 from t5bench.plan.ports import free_port
 from t5bench.record.records import load
@@ -74,6 +74,23 @@ MISTAKES_IN_BF16 = {
         "after(data_parallel.TorchTrainer, '__init__',\n"
         "      lambda _, self, *__: self.replicas[0].register_comm_hook(None, reduce))",
         "the reduced gradient of",
+    ),
+}
+
+# In ZeRO-1 alone, which gets: a word of the sentence of a bf16 run that is compared with DDP's.
+MISTAKES_OF_ZERO1 = {
+    "dropout on one rank": (
+        "layers.SharedDropout.__init__ = lambda self, p, tp, init=layers.SharedDropout.__init__: init(\n"
+        "    self, 0.01 if RANK == 1 else p, tp)",
+        "forward pass, embedding of the encoder, rank 1",
+    ),
+    "epsilon of LayerNorm": (
+        "after(layers.LayerNorm, '__init__', lambda _, self, *__: setattr(self, 'eps', 1e-4))",
+        "forward pass, encoder.layers.0.input_layernorm, ranks 0, 1",
+    ),
+    "loss on one rank": (
+        "after(zero.ZeroTrainer, 'loss', lambda loss, *_: loss * (1.01 if RANK == 1 else 1))",
+        "the backward pass of rank 1 is",
     ),
 }
 
@@ -195,6 +212,26 @@ def test_a_mistake_in_bf16_contradicts_the_runs_own_numbers(sample_data: Path, t
         assert word in "; ".join(sentences)
     else:
         assert sentences == []
+
+
+@pytest.fixture(scope="module")
+def baseline_in_bf16(sample_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return traced(sample_data, tmp_path_factory.mktemp("traces") / "ddp", "ddp", PRECISION_FLAG="--bf16")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "mistake", ["", "loss on one rank", *rest_is_long("dropout on one rank", "epsilon of LayerNorm")]
+)
+def test_a_small_mistake_of_one_strategy_in_bf16_is_named(
+    sample_data: Path, tmp_path: Path, baseline_in_bf16: Run, mistake: str
+):
+    """Their curves differ by less than those of correct runs may."""
+    plant, words = MISTAKES_OF_ZERO1.get(mistake, ("", ""))
+    run = traced(sample_data, tmp_path / "zero1", "zero1", plant, PRECISION_FLAG="--bf16")
+    said = "; ".join(verdict(run, baseline_in_bf16).reasons)
+    assert words in said
+    assert bool(said) == bool(mistake)
 
 
 @pytest.mark.slow

@@ -112,6 +112,23 @@ def test_a_number_hidden_by_a_recipe_is_named():
 
 
 @pytest.mark.slow
+def test_what_the_rounding_of_bf16_hides_is_seen_in_fp32(copy: Path):
+    """A thousandth too much on one rank."""
+    path = copy / "native" / "zero.py"
+    text = path.read_text()
+    mistake = text.replace("self.model.backward(loss)  #", "self.model.backward(loss * (1 + self.args.rank / 1000))  #")
+    assert mistake != text
+    path.write_text(mistake)
+    result = gate("--bf16", "zero1", root=copy, TRAIN_ITERS="4", RUNS_DIR="runs", CHECK_BLIND_SPOTS="0")
+    assert result.returncode == 1, result.stdout + result.stderr
+    in_fp32, in_bf16 = (verdicts(part) for part in result.stdout.split("\nFAIL zero1"))
+    assert in_fp32[("zero1", "native")] == "FAIL" and in_bf16[("zero1", "native")] == "PASS"
+    assert "the rounding of bf16 hides what" in result.stderr
+    precisions = [load(copy.parent / "runs" / folder / "zero1").plan.precision for folder in ("fp32/native", "native")]
+    assert precisions == ["fp32", "bf16"]
+
+
+@pytest.mark.slow
 def test_the_benchmarks_own_mode(copy: Path):
     """ZeRO drops what DDP drops."""
     result = gate("--benchmark-mode", "zero3", root=copy, TRAIN_ITERS="6", RUNS_DIR="runs")
