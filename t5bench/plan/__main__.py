@@ -24,7 +24,7 @@ from pathlib import Path
 
 from t5bench import EXIT_CONFIGURATION, Problem, note
 from t5bench.plan import node_checks, run_lock
-from t5bench.plan.interpreter import needs_link, path_of_programs, plain_link
+from t5bench.plan.interpreter import needs_link, path_of_programs, plain_caches, plain_link
 from t5bench.plan.launchers import declaration
 from t5bench.plan.planner import plan
 from t5bench.plan.scripts import SCRIPTS, script_defaults, script_values
@@ -108,11 +108,12 @@ def choose_checkpoint(planned: Plan, *, agree: bool) -> Plan:
     return replace(planned, resume_from=iteration, notes=[*planned.notes, told])
 
 
-def with_plain_path(planned: Plan) -> Plan:
-    """The plan with a Python whose path compilers can read: PyTorch and DeepSpeed quote none of their paths."""
-    if not needs_link() or not Path(planned.python).is_relative_to(sys.prefix):
-        return planned
+def with_plain_paths(planned: Plan) -> Plan:
+    """The plan with paths that compilers can read: PyTorch and DeepSpeed quote none of theirs."""
     try:
+        planned = replace(planned, environment={**planned.environment, **plain_caches(os.environ)})
+        if not needs_link() or not Path(planned.python).is_relative_to(sys.prefix):
+            return planned
         link = plain_link()
     except OSError as error:
         found = f"nothing can be compiled with the environment {sys.prefix}, because of its path: {error}"
@@ -176,7 +177,7 @@ def headline(planned: Plan) -> str:
 def launch(planned: Plan, launcher: int) -> int:
     """Prepares the run and answers with the file of its command."""
     if not planned.obstacles:
-        planned = with_plain_path(planned)
+        planned = with_plain_paths(planned)
     if not planned.obstacles:
         planned = begin(with_toolkit(planned), launcher)
     if planned.layout:
@@ -190,7 +191,7 @@ def launch(planned: Plan, launcher: int) -> int:
 
 def dry_run(planned: Plan, *, as_json: bool) -> int:
     if planned.layout:
-        planned = with_plain_path(planned)
+        planned = with_plain_paths(planned)
     is_readable = "output-directory" not in [obstacle.code for obstacle in planned.obstacles]
     if planned.layout and is_readable:
         planned = with_forecast(choose_checkpoint(with_toolkit(planned), agree=False), is_dry_run=True)

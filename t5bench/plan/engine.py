@@ -13,7 +13,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import cache
 from importlib import util
 from pathlib import Path
@@ -23,6 +23,7 @@ from t5bench import REPOSITORY, Problem
 from t5bench.costmodel.job import REDUCE_ONCE_RELEASE
 from t5bench.costmodel.layout import Layout
 from t5bench.plan.draft import Draft
+from t5bench.plan.interpreter import extensions_folder, plain_caches
 from t5bench.plan.releases import ask_ledger
 from t5bench.record.ds_config import check_strategy
 from t5bench.record.ledger import WRONG, look_up_torch, version_of
@@ -49,7 +50,7 @@ IMPORTED_IF_THERE = {
     "intel_extension_for_deepspeed", "intel_extension_for_pytorch", "torch_npu", "transformer_engine", "triton",
 }  # fmt: skip
 # The extensions that DeepSpeed compiles for a strategy of this project.
-DEEPSPEED_EXTENSIONS = ("cpu_adam", "fused_adam", "utils")
+DEEPSPEED_EXTENSIONS = ("cpu_adam", "fused_adam", "utils", "deepspeed_shm_comm")
 MOST_NAMED = 3
 # Where the engine compiles its kernels, in its checkout.
 KERNELS = Path("megatron", "fused_kernels", "build")
@@ -167,20 +168,37 @@ def check_engine(draft: Draft, directory: Path, device: str, gpus_shared: bool) 
     return state
 
 
-def extension_locks(environ: Mapping[str, str]) -> Iterator[Path]:
-    """The lock files of DeepSpeed's extensions: PyTorch keeps one next to each extension that it compiles, and waits
-    forever if one exists."""
-    folder = Path(environ.get("TORCH_EXTENSIONS_DIR") or "~/.cache/torch_extensions").expanduser()
-    return (lock for lock in folder.glob("**/lock") if lock.parent.name in DEEPSPEED_EXTENSIONS)
+def extension_locks(environ: Mapping[str, str], names: Collection[str] = DEEPSPEED_EXTENSIONS) -> Iterator[Path]:
+    """The lock files of these extensions: PyTorch keeps one next to each extension that it compiles, and waits forever
+    if one exists."""
+    folders = {extensions_folder(environ)}
+    with contextlib.suppress(OSError):
+        folders.add(extensions_folder({**environ, **plain_caches(environ)}))
+    return (lock for folder in folders for lock in folder.glob("**/lock") if lock.parent.name in names)
 
 
-def check_locks(draft: Draft, directory: Path) -> None:
-    """Finds locks left by a killed compilation of what this strategy compiles.
+def _compiled_extensions(draft: Draft, config: Mapping[str, Any] | None, device: str) -> set[str]:
+    """The extensions of DeepSpeed that this run compiles, or has compiled."""
+    if not config:
+        return set()
+    names = {"deepspeed_shm_comm"} if device == "cpu" else {"utils"}
+    if draft.value("ENGINE") == "megatron":  # the native engine's optimizer is PyTorch's
+        if offload_device(config, "offload_optimizer") == "cpu":
+            names.add("cpu_adam")
+        elif device == "cuda":
+            names.add("fused_adam")
+    return names
 
-    A lock may be in use if it is new or a process here has it open.
+
+def check_locks(draft: Draft, config: Mapping[str, Any] | None, device: str) -> None:
+    """Finds locks left by a killed compilation of what this run compiles.
+
+    A lock may be in use if it is new or a process here has it open. config: the effective DeepSpeed options.
     """
-    of_deepspeed = extension_locks(draft.environ) if draft.strategy.ds_config else ()
-    for lock in (*of_deepspeed, *(directory / KERNELS).glob("**/lock")):
+    locks = [*extension_locks(draft.environ, _compiled_extensions(draft, config, device))]
+    if draft.value("ENGINE") == "megatron" and device == "cuda":
+        locks += Path(draft.value("MEGATRON_DIR"), KERNELS).glob("**/lock")
+    for lock in locks:
         with contextlib.suppress(OSError):
             age = time.time() - lock.stat().st_mtime
             if _is_open(lock):

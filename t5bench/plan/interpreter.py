@@ -36,26 +36,65 @@ def is_environment(prefix: Path) -> bool:
     return (prefix / "pyvenv.cfg").exists() or (prefix / "conda-meta").exists()
 
 
+def is_plain(path: str | Path) -> bool:
+    """Whether compilers and linkers can read a path without quotes, which has no blank, apostrophe or the like."""
+    return _PLAIN.fullmatch(str(path)) is not None
+
+
 def needs_link(prefix: str = sys.prefix) -> bool:
     """Whether what is compiled with the environment in this directory would fail, as for its blank or apostrophe."""
-    return not _PLAIN.fullmatch(prefix) and is_environment(Path(prefix))
+    return not is_plain(prefix) and is_environment(Path(prefix))
 
 
-def plain_link(prefix: str = sys.prefix, folder: Path | None = None) -> Path:
-    """A link to an environment, without a blank or the like in its path; Python that is started there sees only that.
+def plain_folder(*, short: bool = False) -> Path:
+    """A folder of this user's whose path compilers can read: in the cache, or in /tmp, where it is also short.
 
-    folder: where the link is created (default: the user's cache, or a folder of the user's in /tmp). Raises OSError.
+    Raises OSError.
     """
     home = Path("~/.cache/t5-parallelism").expanduser()
-    if folder is None:
-        folder = home if _PLAIN.fullmatch(str(home)) else Path(f"/tmp/t5-parallelism-{os.getuid()}")
+    folder = home if is_plain(home) and not short else Path(f"/tmp/t5-parallelism-{os.getuid()}")
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if folder.stat().st_uid != os.getuid():
         raise PermissionError(f"{folder} belongs to another user")
-    link = folder / f"python-{hashlib.sha256(os.fsencode(prefix)).hexdigest()[:12]}"
+    return folder
+
+
+def plain_link(target: str | Path = sys.prefix, folder: Path | None = None, name: str = "python") -> Path:
+    """A link to a directory without a blank or the like in its path; Python that is started there sees only that.
+
+    folder: where the link is created (default: plain_folder). name: how the link's name begins. Raises OSError.
+    """
+    folder = folder or plain_folder()
+    folder.mkdir(parents=True, exist_ok=True)
+    link = folder / f"{name}-{_digest(target)}"
     # Nodes with a common home, or launchers started together, create the same one.
     with contextlib.suppress(FileExistsError):
-        link.symlink_to(prefix)
-    if link.resolve() != Path(prefix).resolve():
-        raise FileExistsError(f"{link} leads elsewhere than to {prefix}")
+        link.symlink_to(target)
+    if link.resolve() != Path(target).resolve():
+        raise FileExistsError(f"{link} leads elsewhere than to {target}")
     return link
+
+
+def _digest(path: str | Path) -> str:
+    return hashlib.sha256(os.fsencode(path)).hexdigest()[:12]
+
+
+def extensions_folder(environ: Mapping[str, str]) -> Path:
+    """Where PyTorch compiles extensions with these variables, such as DeepSpeed's."""
+    cache = Path(environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    return Path(environ.get("TORCH_EXTENSIONS_DIR") or cache / "torch_extensions").expanduser()
+
+
+def plain_caches(environ: Mapping[str, str]) -> dict[str, str]:
+    """Variables with which PyTorch compiles where compilers can read the path; empty if it does so anyway.
+
+    Raises OSError.
+    """
+    found = {}
+    if not is_plain(extensions_folder(environ)):
+        # One for each environment: PyTorch tells their releases apart only in its own folder.
+        found["TORCH_EXTENSIONS_DIR"] = str(plain_folder() / f"extensions-{_digest(sys.prefix)}")
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+        if not is_plain(environ.get(name) or "/"):
+            found[name] = str(plain_folder() / name.lower())
+    return found

@@ -193,7 +193,7 @@ def _check_software(
         directory = Path(draft.value("MEGATRON_DIR"))
         patches = check_engine(draft, directory, device, gpus_shared)
         check_arguments(draft, directory)
-        check_locks(draft, directory)
+    check_locks(draft, ds_config, device)
     ledger = check_packages(draft, ds_config, layout, device)
     if device == "cuda" and ds_config and offload_device(ds_config, "offload_optimizer") == "cpu":
         try:

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from t5bench import note
+from t5bench.plan.interpreter import is_plain, plain_folder, plain_link
 from t5bench.record.status import SIGNALS
 from t5bench.run import processes
 
@@ -86,7 +87,11 @@ class Training:
 
     def _temporary_directory(self) -> dict[str, str]:
         """One of its own, because torchrun and multiprocessing leave directories there."""
-        path = Path(tempfile.gettempdir(), f"t5-{self.mark}")
+        folder = Path(tempfile.gettempdir())
+        if not is_plain(folder):  # what is compiled there could not be
+            with contextlib.suppress(OSError):
+                folder = plain_link(folder, plain_folder(short=True), name="tmp")
+        path = folder / f"t5-{self.mark}"
         if len(str(path)) < LONGEST_SCRATCH:
             with contextlib.suppress(OSError):
                 path.mkdir(0o700)

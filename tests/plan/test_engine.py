@@ -108,14 +108,23 @@ def test_files_of_the_user_that_training_never_imports_are_left_alone(checkout: 
 
 
 def test_only_locks_of_what_a_strategy_compiles_count(making, tmp_path: Path):
-    """DDP compiles nothing of DeepSpeed's, and another project's extension is nobody's business."""
-    for name in ("their_own_extension", "cpu_adam"):
-        lock = tmp_path / "py311_cpu" / name / "lock"
+    """DDP compiles nothing of DeepSpeed's, ZeRO without offload no cpu_adam, and another project's extension is
+    nobody's business."""
+    for name in ("their_own_extension", "cpu_adam", "fused_adam"):
+        lock = tmp_path / "torch_extensions" / "py311_cpu" / name / "lock"
         lock.parent.mkdir(parents=True)
         lock.touch()
         os.utime(lock, (0, 0))
-    assert "stale-lock" not in making("ddp", TORCH_EXTENSIONS_DIR=str(tmp_path)).codes
-    assert making("zero3_offload", TORCH_EXTENSIONS_DIR=str(tmp_path)).codes.count("stale-lock") == 1
+    own = {"TORCH_EXTENSIONS_DIR": str(tmp_path / "torch_extensions")}
+    for strategy, engine_name in (("ddp", "megatron"), ("zero1", "megatron"), ("zero3_offload", "native")):
+        assert "stale-lock" not in making(strategy, ENGINE=engine_name, **own).codes
+    assert making("zero3_offload", **own).codes.count("stale-lock") == 1
+    assert making("zero3_offload", XDG_CACHE_HOME=str(tmp_path)).codes.count("stale-lock") == 1
+    lock = tmp_path / "torch_extensions" / "deepspeed_shm_comm" / "lock"  # of every ZeRO on a CPU
+    lock.parent.mkdir()
+    lock.touch()
+    os.utime(lock, (0, 0))
+    assert making("zero1", ENGINE="native", **own).codes.count("stale-lock") == 1
 
 
 NVCC = """#!/bin/sh

@@ -1,6 +1,7 @@
 """The environment of a run: what the launcher passes on, removes and refuses."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -9,8 +10,9 @@ from pathlib import Path
 import pytest
 from support import REPO_ROOT, Project
 
+from t5bench.plan import interpreter
 from t5bench.plan.environment import rule_for
-from t5bench.plan.interpreter import plain_link
+from t5bench.plan.interpreter import plain_caches, plain_link
 from t5bench.plan.ports import free_port
 
 # What a child of the launcher would read behind the plan's back.
@@ -215,3 +217,13 @@ def test_an_environment_whose_path_compilers_cannot_read_is_started_through_a_li
     link.symlink_to("/")
     with pytest.raises(FileExistsError):
         plain_link(str(environment), tmp_path / "links")
+
+
+@pytest.mark.parametrize("name", ["TORCH_EXTENSIONS_DIR", "TORCHINDUCTOR_CACHE_DIR", "XDG_CACHE_HOME", "HOME"])
+def test_pytorch_compiles_where_compilers_can_read_the_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str):
+    monkeypatch.setattr(interpreter, "plain_folder", lambda: tmp_path)
+    monkeypatch.setenv("HOME", "/home/me")
+    assert plain_caches({name: "/home/me/x"}) == {}
+    monkeypatch.setenv(name, "/home/my own")
+    (where,) = plain_caches(os.environ).values()
+    assert where.startswith(f"{tmp_path}/") and interpreter.is_plain(where)

@@ -327,8 +327,9 @@ def test_an_iteration_line_under_a_progress_bar_counts(tmp_path: Path):
 
 @pytest.mark.parametrize("by", [signal.SIGTERM, None], ids=["term", "end"])
 def test_nothing_stays_in_tmpdir(project: Project, by: signal.Signals | None):
-    scratch = Path(tempfile.mkdtemp(dir="/tmp"))  # a short name, for sockets
-    left = '\nmkdir "$TMPDIR/torchelastic_1" "$TMPDIR/pymp-1"\n'
+    """What is compiled there needs a path without blanks."""
+    scratch = Path(tempfile.mkdtemp(prefix="a ", dir="/tmp"))  # a short name, for sockets
+    left = '\ncase $TMPDIR in *" "*) exit ;; esac\nmkdir "$TMPDIR/torchelastic_1" "$TMPDIR/pymp-1"\n'
     project.add_stub("torchrun", (project.stubs / "torchrun").read_text().replace("\n", left, 1))
     launcher = project.start_sleeping(TMPDIR=str(scratch), STUB_SLEEP="300" if by else "1")
     assert list(scratch.rglob("torchelastic_1"))
