@@ -12,7 +12,7 @@ from t5bench import Problem
 from t5bench.compare import comparable, parity
 from t5bench.compare.comparable import compared, differing, gpu_names, show
 from t5bench.compare.repeats import FEWEST_REPEATS, against_the_fastest, excludes_one, ran_in_one_order, ratio
-from t5bench.compare.rows import Measured, Row, distinctions, group_runs, labels, limits, make_row
+from t5bench.compare.rows import MeasuredRun, Row, distinctions, group_runs, labels, limits, make_row
 from t5bench.compare.statistics import Estimate
 from t5bench.costmodel import time
 from t5bench.record.run import Run
@@ -127,11 +127,11 @@ def _row_json(row: Row) -> dict[str, Any]:
         "gradient_reduction": row.reduction,
         "differs_from_baseline": row.marks,
         "limits": limits(row),
-        "runs": [_run_json(entry) for entry in row.measured or [Measured(run, None, Observations())]],
+        "runs": [_run_json(entry) for entry in row.measured or [MeasuredRun(run, None, Observations())]],
     }
 
 
-def _run_json(entry: Measured) -> dict[str, Any]:
+def _run_json(entry: MeasuredRun) -> dict[str, Any]:
     run = entry.run
     timing = entry.timing
     observed = entry.observed

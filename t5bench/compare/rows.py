@@ -83,7 +83,7 @@ def prediction_of(run: Run, gigabits: float = 1.0, batch: int = 0) -> Prediction
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredRun:
     """One complete run with what its lines and samples say; a run that logged no interval has no timing."""
 
     run: Run
@@ -97,7 +97,7 @@ class Row:
 
     label: str
     runs: Sequence[Run]
-    measured: Sequence[Measured]
+    measured: Sequence[MeasuredRun]
     """The runs if they are complete."""
     reduction: Reduction
     batch: float
@@ -252,7 +252,7 @@ def make_row(label: str, runs: Sequence[Run], peak: float | None = None) -> Row:
     measured = []
     for repeat in complete:
         timing = statistics.timing(repeat.iterations, repeat.plan)
-        measured.append(Measured(repeat, timing, samples.observe(repeat, timing.used if timing else ())))
+        measured.append(MeasuredRun(repeat, timing, samples.observe(repeat, timing.used if timing else ())))
     timings = [entry.timing for entry in measured if entry.timing]
     batch = timings[0].batch if timings else run.plan.number("GLOBAL_BATCH_SIZE")
     link = measured[0].observed.busiest_link if measured else None

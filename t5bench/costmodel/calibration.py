@@ -20,7 +20,7 @@ STEP = 0.25  # of a standard deviation, to either side, for a time's response
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredTime:
     """A run's time."""
 
     job: Job
@@ -79,7 +79,7 @@ class Calibrated:
         return exp(self.shift.host)
 
 
-def calibrate(runs: Sequence[Measured]) -> Calibrated:
+def calibrate(runs: Sequence[MeasuredTime]) -> Calibrated:
     """Raises ValueError if a run was faster than its links allow."""
     for run in runs:
         sending = time.iteration(run.job, run.machine, run.backend, 0.0).total
@@ -91,10 +91,10 @@ def calibrate(runs: Sequence[Measured]) -> Calibrated:
     count = len(directions) + len(shapes)
     position = [0.0] * count  # in standard deviations
 
-    def axis_of(run: Measured) -> int:
+    def axis_of(run: MeasuredTime) -> int:
         return len(directions) + shapes.index(shape_of(run.job))
 
-    def logarithm(run: Measured, at: Sequence[float]) -> float:
+    def logarithm(run: MeasuredTime, at: Sequence[float]) -> float:
         shift = _along(directions, at)
         return at[axis_of(run)] * OF_SHAPE + log(
             intervals.shifted_seconds(run.job, run.machine, run.backend, 1.0, shift)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from math import erf, exp, log, sqrt
 
 from t5bench.costmodel import intervals
-from t5bench.costmodel.calibration import Calibrated, Measured, calibrate
+from t5bench.costmodel.calibration import Calibrated, MeasuredTime, calibrate
 from t5bench.costmodel.intervals import Shift, Z
 from t5bench.costmodel.job import Job
 from t5bench.costmodel.machine import Machine
@@ -37,7 +37,7 @@ class Option:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SearchRun:
     """What a run of an option showed."""
 
     seconds: float
@@ -98,7 +98,7 @@ class Search:
     """The state of a search: what has been measured, and what failed."""
 
     options: Sequence[Option]
-    measured: dict[str, Outcome] = field(default_factory=dict)
+    measured: dict[str, SearchRun] = field(default_factory=dict)
     """By the option's name, in the order of the runs."""
     failed: set[str] = field(default_factory=set)
     """Options that cannot run; they are not considered any more."""
@@ -109,7 +109,7 @@ class Search:
         runs = []
         for name, outcome in self.measured.items():
             option = by_name[name]
-            runs.append(Measured(option.job, option.machine, outcome.seconds, option.backend))
+            runs.append(MeasuredTime(option.job, option.machine, outcome.seconds, option.backend))
         return calibrate(runs) if runs else Calibrated(Shift(), ())
 
     def expected(self) -> list[Expected]:
@@ -192,7 +192,7 @@ def possible_regret(named: Expected, others: Sequence[Expected]) -> float:
 
 
 def steps(
-    search: Search, measure: Callable[[Option], Outcome | None], may_go_on: Callable[[Search], bool]
+    search: Search, measure: Callable[[Option], SearchRun | None], may_go_on: Callable[[Search], bool]
 ) -> Iterator[Standing]:
     """Measures one option after another; yields what is known before the first run and after each.
 

@@ -16,7 +16,7 @@ from t5bench.costmodel.job import Job
 from t5bench.costmodel.prediction import machine_of
 from t5bench.profile import parts as profile
 from t5bench.profile.parts import AXES, BUBBLE, DATA, HOST, LOGGING, SENDING, WAITING
-from t5bench.profile.rank import BACKWARD, COMPUTING, FORWARD, OWN_WORK, Rank
+from t5bench.profile.rank import BACKWARD, COMPUTING, FORWARD, OWN_WORK, ExplainedRank
 from t5bench.profile.record_causes import WORTH_NAMING, Slowdown, of_record
 from t5bench.profile.whatif import Gain, WhatIf, calibrated
 from t5bench.record.files import PROFILE, RecordError
@@ -64,7 +64,7 @@ class Explanation:
         if len(entries) != run.world_size:
             mismatch = f"{path} is of {len(entries)} ranks, but the run has {run.world_size}"
             raise RecordError(f"{mismatch}: it was perhaps resumed with another layout after that iteration")
-        self.ranks = [Rank(entry, self.layout.coordinates(entry.rank).pp) for entry in entries]
+        self.ranks = [ExplainedRank(entry, self.layout.coordinates(entry.rank).pp) for entry in entries]
         self.cores = {node["host"]: node["cpu"]["cores"] for node in run.nodes if node.get("cpu")}
         # What would be left of the iteration if nobody waited for a core: other causes are shares of that.
         self.unqueued = max(0.1, 1 - max(rank.lost for rank in self.ranks))
@@ -165,7 +165,7 @@ class Explanation:
         seconds = (self.content.other_iterations_ms or wall) / 1000
         if exposed >= (1 - rest) * seconds:
             seconds = wall / 1000
-        links: list[profile.Link] = []
+        links: list[profile.LinkUse] = []
         for rank in self.ranks:
             links += [link for link in rank.entry.links.values() if link.ms]
         rate = 0.0
@@ -244,7 +244,7 @@ class Explanation:
             if others_compute or rank.queued >= CONTENDED:
                 yield self._contention(rank, on_node, others_compute)
 
-    def _others_compute(self, rank: Rank, on_node: Sequence[Rank]) -> bool:
+    def _others_compute(self, rank: ExplainedRank, on_node: Sequence[ExplainedRank]) -> bool:
         """Whether other programs keep the rank's cores busy."""
         used = rank.entry.processor
         of_ranks = [other.entry.processor for other in on_node]
@@ -254,7 +254,7 @@ class Explanation:
         computed_by_ranks = sum(processor.computed_ms for processor in of_ranks)
         return used.machine_ms - computed_by_ranks >= ANOTHER_PROGRAM * rank.wall
 
-    def _contention(self, rank: Rank, on_node: Sequence[Rank], others_compute: bool) -> Slowdown:
+    def _contention(self, rank: ExplainedRank, on_node: Sequence[ExplainedRank], others_compute: bool) -> Slowdown:
         """Who has the core that a rank waits for."""
         all_cores = self.cores.get(rank.entry.host, 0)
         bound_to: set[int] = set()
@@ -376,7 +376,7 @@ def _evened(shares: Sequence[float]) -> list[float]:
     return [sum(shares) / len(shares)] * len(shares)
 
 
-def _works_longer(rank: Rank, others: Sequence[Rank]) -> float:
+def _works_longer(rank: ExplainedRank, others: Sequence[ExplainedRank]) -> float:
     """For how much longer than one of the others a rank sleeps, or works for the same layers."""
     of_same_stage = [other.working for other in others if other.stage == rank.stage]
     works = rank.working - UNEQUAL_CORES * min(of_same_stage, default=rank.working)

@@ -48,7 +48,7 @@ Milliseconds = Annotated[float, Meta(ge=0, lt=1e9)]  # eleven days
 Duration = Annotated[float, Meta(gt=0, lt=1e9)]
 
 
-class Link(Struct):
+class LinkUse(Struct):
     """What a rank's large messages along an axis carried, how long that took, and how many steps all of them went."""
 
     bytes: Amount
@@ -84,7 +84,7 @@ class Processor(Struct):
     cores: list[Count] = []
 
 
-class Rank(Struct):
+class RankRecord(Struct):
     """timeline: parts, and when each stretch ends. waited_for: milliseconds by the other rank's number."""
 
     rank: Count
@@ -92,7 +92,7 @@ class Rank(Struct):
     wall_ms: Duration
     parts: dict[Literal[PARTS], Milliseconds]
     waited_for: dict[Count, Milliseconds]
-    links: dict[Literal[AXES], Link]
+    links: dict[Literal[AXES], LinkUse]
     operators: Count
     processor: Processor
     timeline: list[tuple[Literal[PARTS], Milliseconds]] = []
@@ -102,7 +102,7 @@ class Rank(Struct):
 class Profile(Struct):
     """other_iterations_ms: the median of the iterations before; overhead: how much longer the profiled one took."""
 
-    ranks: Annotated[list[Rank], Meta(min_length=1)]
+    ranks: Annotated[list[RankRecord], Meta(min_length=1)]
     link: AtBest | None = None
     other_iterations_ms: Duration | None = None
     overhead: Annotated[float, Meta(gt=-1, lt=1e9)] | None = None
@@ -121,13 +121,13 @@ def read_profile(path: Path) -> Profile:
     return decoded(path, read(path), Profile)
 
 
-def shares(ranks: Sequence[Rank]) -> dict[str, float]:
+def shares(ranks: Sequence[RankRecord]) -> dict[str, float]:
     """The parts of the profiled iteration, 0 to 1, as the mean of all ranks; the largest first."""
     means = {part: sum(rank.parts.get(part, 0.0) / rank.wall_ms for rank in ranks) / len(ranks) for part in PARTS}
     return dict(sorted(means.items(), key=lambda mean: -mean[1]))
 
 
-def limits(ranks: Sequence[Rank], doing: Mapping[str, str] = DOING) -> str:
+def limits(ranks: Sequence[RankRecord], doing: Mapping[str, str] = DOING) -> str:
     """The largest parts in words."""
     largest = list(shares(ranks).items())[:MOST_TOLD]
     return ", ".join(f"{share:.0%} {doing[part]}" for part, share in largest if share)

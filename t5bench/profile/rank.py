@@ -13,10 +13,10 @@ OWN_WORK = (DATA, LOGGING, profile.SAVING, profile.EVALUATING)
 SHARED_WORK = (*COMPUTING, profile.STEP, HOST, profile.TRANSFER)
 
 
-class Rank:
+class ExplainedRank:
     """queued, throttled, lost, asleep and working are shares of the iteration."""
 
-    def __init__(self, entry: profile.Rank, stage: int) -> None:
+    def __init__(self, entry: profile.RankRecord, stage: int) -> None:
         used = entry.processor
         self.entry = entry
         self.stage = stage
@@ -38,11 +38,11 @@ class Rank:
         took = self.entry.parts.get(part, 0.0)
         return min(took, self.entry.processor.alone_ms.get(part, took)) / self.wall
 
-    def beyond(self, other: "Rank", parts: Sequence[str]) -> float:
+    def beyond(self, other: "ExplainedRank", parts: Sequence[str]) -> float:
         """How much longer than another it takes for these, where it does."""
         return sum(max(0.0, self.share(part) - other.share(part)) for part in parts)
 
-    def waits_for(self, others: Sequence["Rank"]) -> float:
+    def waits_for(self, others: Sequence["ExplainedRank"]) -> float:
         """For how long, as far as all of these take longer than this one for something that has no name already."""
         waits = sum(self.entry.waited_for.get(other.entry.rank, 0.0) for other in others) / self.wall
         waits -= min(other.beyond(self, OWN_WORK) for other in others)

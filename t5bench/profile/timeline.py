@@ -61,7 +61,7 @@ class Event(NamedTuple):
     correlation: Any
 
 
-class Collective(NamedTuple):
+class CollectiveStretch(NamedTuple):
     """A stretch of a collective operation on one rank, which sends so many bytes, in so many steps round a ring."""
 
     key: Key
@@ -88,7 +88,7 @@ class RankTrace:
         self.late = dict[int, float]()
         self.events = [e for e in events if e.start >= self.begin and e.end <= self.end and e is not whole]
         self.launches = {e.correlation: e for e in self.events if e.kind in ("cuda_runtime", "cuda_driver")}
-        self.marks: list[Collective] = []  # by their start
+        self.marks: list[CollectiveStretch] = []  # by their start
         self.unmarked = 0.0  # ms for which the main thread waits for collectives without a mark
         self.collectives = list(self._collectives(gradient_bytes))
         self.came = dict[Key, float]()
@@ -98,7 +98,7 @@ class RankTrace:
             self.left[each.key] = max(each.event.end, self.left.get(each.key, each.event.end))
         self.cell = max(1.0, (self.end - self.begin) / MOST_CELLS)
 
-    def _collectives(self, gradient_bytes: int) -> Iterator[Collective]:
+    def _collectives(self, gradient_bytes: int) -> Iterator[CollectiveStretch]:
         """The collectives: those with a mark, and the all-reduces of PyTorch's DDP, which have none.
 
         With NCCL they are its kernels: a rank reaches a collective when its device does.
@@ -109,7 +109,7 @@ class RankTrace:
             steps = 1 if operation in PAIRWISE else ranks.count(",")  # round a ring of the others
             if operation == "all_reduce":
                 steps *= 2
-            self.marks.append(Collective((f"{axis} {ranks}", int(number)), axis, int(size), steps, event))
+            self.marks.append(CollectiveStretch((f"{axis} {ranks}", int(number)), axis, int(size), steps, event))
         kernels = [event for event in ordered if event.kind == "kernel" and "nccl" in event.name]
         if kernels:
             marked = [(self.mark_around(self.launch(kernel).start), kernel) for kernel in kernels]
@@ -122,13 +122,13 @@ class RankTrace:
             unmarked = [calls, [event for event in own if event.name in ("gloo:all_reduce", "nccl:all_reduce")]]
         for events in unmarked:
             for number, event in enumerate(events):
-                yield Collective(("DDP", number), AXES[0], gradient_bytes // len(events), 2, event)
+                yield CollectiveStretch(("DDP", number), AXES[0], gradient_bytes // len(events), 2, event)
 
     def launch(self, kernel: Event) -> Event:
         """The event on the host that started it; itself if there is none."""
         return self.launches.get(kernel.correlation, kernel)
 
-    def mark_around(self, moment: float) -> Collective | None:
+    def mark_around(self, moment: float) -> CollectiveStretch | None:
         before = bisect.bisect(self.marks, moment, key=lambda mark: mark.event.start) - 1
         return self.marks[before] if before >= 0 and moment <= self.marks[before].event.end else None
 
@@ -202,7 +202,7 @@ class RankTrace:
                     cells[self.span(event.start, event.end)] = _CODE[profile.RECOMPUTATION if again else part]
         return cells
 
-    def communicate(self, cells: np.ndarray, collective: Collective, last: Last, under: Sequence[int]) -> None:
+    def communicate(self, cells: np.ndarray, collective: CollectiveStretch, last: Last, under: Sequence[int]) -> None:
         """Paints a collective over the parts that it covers. On the host's main thread, waiting covers all of them."""
         start = collective.event.start
         end = collective.event.end

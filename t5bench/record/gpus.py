@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
-from t5bench.record.tools import LONGEST_SENTENCE, Answer, ask
+from t5bench.record.tools import LONGEST_SENTENCE, ToolAnswer, ask
 
 SMI_SECONDS = 5.0  # without a daemon that keeps the driver loaded, nvidia-smi takes seconds
 NVML_SECONDS = 3.0
@@ -25,7 +25,7 @@ NO_DEVICES = "No devices"  # nvidia-smi's own words for a driver that works and 
 
 
 @dataclass(frozen=True)
-class Slice:
+class MigSlice:
     """A part of a GPU that is divided by MIG."""
 
     name: str
@@ -42,7 +42,7 @@ class Gpu:
     uuid: str = ""
     memory_mib: float | None = None
     driver: str = ""
-    slices: tuple[Slice, ...] = ()
+    slices: tuple[MigSlice, ...] = ()
     """Its MIG slices. CUDA shows those instead of the GPU."""
 
 
@@ -109,7 +109,7 @@ def smi_selection(environ: Mapping[str, str]) -> list[str]:
     return ["-i", ",".join(gpu.uuid or str(gpu.index) for gpu in gpus)] if gpus else []
 
 
-def _chosen(gpus: tuple[Gpu, ...], wanted: str | None) -> tuple[tuple[Gpu, ...], list[Slice]]:
+def _chosen(gpus: tuple[Gpu, ...], wanted: str | None) -> tuple[tuple[Gpu, ...], list[MigSlice]]:
     """The GPUs that CUDA_VISIBLE_DEVICES selects, and the MIG slices among them, which come before whole GPUs.
 
     As CUDA reads it: indices, or the beginnings of UUIDs; the first that names nothing hides all after it.
@@ -117,7 +117,7 @@ def _chosen(gpus: tuple[Gpu, ...], wanted: str | None) -> tuple[tuple[Gpu, ...],
     if wanted is None:
         return gpus, [part for gpu in gpus for part in gpu.slices]
     chosen: list[Gpu] = []
-    parts: list[Slice] = []
+    parts: list[MigSlice] = []
     for word in (word.strip() for word in wanted.split(",")):
         if word.startswith("MIG-"):
             named = [(gpu, part) for gpu in gpus for part in gpu.slices if part.uuid.startswith(word)]
@@ -164,7 +164,7 @@ def _machine(path: str) -> _Listing:
     return _Listing(listed, str(DRIVER) if listed else "", fault, answer.is_late)
 
 
-def _said(tool: str, answer: Answer) -> str:
+def _said(tool: str, answer: ToolAnswer) -> str:
     """The tool's sentence, which may not name the tool."""
     return answer.fault if tool in answer.fault.lower() else f"{tool}: {answer.fault}"
 
@@ -179,7 +179,7 @@ def _read_smi(text: str) -> tuple[tuple[Gpu, ...], str]:
             gpus.append(Gpu(int(match[1]), match[2], match[3] or ""))
         elif gpus and (match := re.match(r"\s+MIG (\S+)\s+Device\s+\d+: \(UUID: ([^)]*)\)", line)):
             gpu = gpus[-1]
-            part = Slice(f"{gpu.name} MIG {match[1]}", match[2])
+            part = MigSlice(f"{gpu.name} MIG {match[1]}", match[2])
             gpus[-1] = Gpu(gpu.index, gpu.name, gpu.uuid, slices=(*gpu.slices, part))
         elif line.strip():
             rest = rest or line.strip()
@@ -193,7 +193,7 @@ def _from_nvml() -> _Listing:
         return _Listing(fault=answer.fault)
     gpus = []
     for entry in json.loads(answer.output):
-        slices = tuple(Slice(**part) for part in entry.pop("slices"))
+        slices = tuple(MigSlice(**part) for part in entry.pop("slices"))
         gpus.append(Gpu(**entry, slices=slices))
     return _Listing(tuple(gpus), "NVML")
 

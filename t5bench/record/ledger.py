@@ -25,7 +25,7 @@ PIPELINE_CLIPPING = "pipeline clipping"
 
 
 @dataclass(frozen=True)
-class Answer:
+class LedgerAnswer:
     """What the ledger says of a run."""
 
     verdict: str  # a cell's, or UNKNOWN
@@ -106,7 +106,7 @@ def look_up(
     offload: bool = False,
     resumes: bool = False,
     path: Path = OF_LAUNCHERS,
-) -> Answer:
+) -> LedgerAnswer:
     """The worst verdict of the modes that a run of a launcher is in.
 
     strategy: zero1, zero2, zero3, zero3_offload or deepspeed-pipeline. precision: fp32, bf16 or fp16. A fault in
@@ -118,11 +118,11 @@ def look_up(
     try:
         ledger = _read(path)
     except OSError as error:
-        return Answer(UNKNOWN, f"the ledger cannot be read: {error}")
+        return LedgerAnswer(UNKNOWN, f"the ledger cannot be read: {error}")
     try:
         version = version_of(release)
     except ValueError:
-        return Answer(UNKNOWN, f"the ledger does not know DeepSpeed {release}")
+        return LedgerAnswer(UNKNOWN, f"the ledger does not know DeepSpeed {release}")
     measured = [cell for cell in ledger["cells"] if cell["strategy"] == strategy]
 
     def cells_in(precision: str) -> list[dict[str, Any]]:
@@ -150,16 +150,16 @@ def look_up(
         lacks_fp16 = precision == "fp16" and not in_fp16
         lacks_clipping = strategy == PIPELINE and all(cell["mode"] != PIPELINE_CLIPPING for cell in own)
         if answer.verdict == RIGHT and (lacks_fp16 or (lacks_clipping and precision != "bf16")):
-            return Answer(UNKNOWN)
+            return LedgerAnswer(UNKNOWN)
         return answer
     if any(cell["release"] and version_of(cell["release"]) == version for cell in ledger["cells"]):
-        return Answer(UNKNOWN)
+        return LedgerAnswer(UNKNOWN)
     return _between(cells, version, release)
 
 
 def look_up_torch(
     release: str, strategy: str, *, precision: str, resumes: bool = False, path: Path = OF_LAUNCHERS
-) -> Answer:
+) -> LedgerAnswer:
     """The worst verdict on a strategy that needs no DeepSpeed under this release of PyTorch.
 
     What was not measured is not spoken of: most releases are right.
@@ -168,7 +168,7 @@ def look_up_torch(
         ledger = _read(path)
         version = version_of(release)
     except (OSError, ValueError):
-        return Answer(UNKNOWN)
+        return LedgerAnswer(UNKNOWN)
     modes = {
         mode["name"]
         for mode in ledger["modes"]
@@ -181,18 +181,18 @@ def look_up_torch(
         and (cell["strategy"], version_of(cell["torch"])) == (strategy, version)
         and cell["mode"] in modes
     ]
-    return _worst(own) if own else Answer(UNKNOWN)
+    return _worst(own) if own else LedgerAnswer(UNKNOWN)
 
 
-def _worst(cells: Sequence[Mapping[str, Any]]) -> Answer:
+def _worst(cells: Sequence[Mapping[str, Any]]) -> LedgerAnswer:
     faults = [cell for cell in cells if cell["verdict"] != RIGHT]
     if not faults:
-        return Answer(RIGHT)
+        return LedgerAnswer(RIGHT)
     worst = max(faults, key=lambda cell: cell["verdict"] == WRONG)
-    return Answer(worst["verdict"], _describe(worst))
+    return LedgerAnswer(worst["verdict"], _describe(worst))
 
 
-def _between(cells: Sequence[Mapping[str, Any]], version: tuple[int, ...], release: str) -> Answer:
+def _between(cells: Sequence[Mapping[str, Any]], version: tuple[int, ...], release: str) -> LedgerAnswer:
     """What the nearest measured releases say of one that was not measured."""
     verdicts: dict[str, set[str]] = {}
     for cell in cells:
@@ -200,8 +200,8 @@ def _between(cells: Sequence[Mapping[str, Any]], version: tuple[int, ...], relea
     older = max((other for other in verdicts if version_of(other) < version), key=version_of, default=None)
     newer = min((other for other in verdicts if version_of(other) > version), key=version_of, default=None)
     if older and newer and WRONG in verdicts[older] and WRONG in verdicts[newer]:
-        return Answer(WRONG, f"the nearest releases in the ledger, {older} and {newer}, train it wrong")
-    return Answer(UNKNOWN, f"the ledger does not cover DeepSpeed {release}")
+        return LedgerAnswer(WRONG, f"the nearest releases in the ledger, {older} and {newer}, train it wrong")
+    return LedgerAnswer(UNKNOWN, f"the ledger does not cover DeepSpeed {release}")
 
 
 def _describe(cell: Mapping[str, Any]) -> str:

@@ -16,7 +16,7 @@ LONGEST_SENTENCE = 300  # characters
 
 
 @dataclass(frozen=True)
-class Answer:
+class ToolAnswer:
     """What a program printed, or why there is no answer."""
 
     output: str = ""
@@ -34,7 +34,7 @@ class Answer:
         return not self.fault
 
 
-def ask(*command: str, seconds: float = SECONDS, environ: Mapping[str, str] | None = None) -> Answer:
+def ask(*command: str, seconds: float = SECONDS, environ: Mapping[str, str] | None = None) -> ToolAnswer:
     """Runs a program for at most so many seconds. ``environ``: its environment, by default this process's own.
 
     A program that waits for a device cannot be killed, so this does not wait for its end.
@@ -51,9 +51,9 @@ def ask(*command: str, seconds: float = SECONDS, environ: Mapping[str, str] | No
             start_new_session=True,
         )
     except FileNotFoundError:
-        return Answer(fault=f"{command[0]} is not installed", is_missing=True)
+        return ToolAnswer(fault=f"{command[0]} is not installed", is_missing=True)
     except OSError as error:
-        return Answer(fault=f"{command[0]} cannot be run: {error.strerror}")
+        return ToolAnswer(fault=f"{command[0]} cannot be run: {error.strerror}")
     try:
         output, errors = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
@@ -65,14 +65,14 @@ def ask(*command: str, seconds: float = SECONDS, environ: Mapping[str, str] | No
             if pipe:
                 pipe.close()
         name = Path(command[0]).name
-        return Answer(fault=f"{name} did not answer within {seconds:g} s", seconds=seconds, is_late=True)
+        return ToolAnswer(fault=f"{name} did not answer within {seconds:g} s", seconds=seconds, is_late=True)
     took = time.monotonic() - begun
     text = output.decode(errors="replace")
     fault = ""
     if process.returncode:
         fault = sentence(errors.decode(errors="replace")) or sentence(text)
         fault = fault or f"{Path(command[0]).name} ended with status {process.returncode} and printed nothing"
-    return Answer(text, fault, took, status=process.returncode)
+    return ToolAnswer(text, fault, took, status=process.returncode)
 
 
 def sentence(text: str) -> str:

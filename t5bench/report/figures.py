@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from t5bench.compare.comparison import Comparison
 from t5bench.compare.parity import curve, losses_beside, relative_difference
 from t5bench.compare.rows import Row
-from t5bench.profile.parts import PARTS, Profile, Rank
+from t5bench.profile.parts import PARTS, Profile, RankRecord
 from t5bench.record.run import Run
 from t5bench.report.tables import duration_text, is_on_loopback, mark, named_rows, predicted_bytes, profile_of
 from t5bench.text import processes
@@ -318,7 +318,7 @@ def mean_parts(profile: Profile) -> dict[str, float]:
 
 def _timeline(rows: Rows, most: int) -> Figure:
     """most: how many stretches it has."""
-    ranks_of: dict[str, list[Rank]] = {}
+    ranks_of: dict[str, list[RankRecord]] = {}
     for name, row in rows.items():
         profile = profile_of(row)
         ranks_of[name] = [rank for rank in profile.ranks if rank.timeline] if profile else []
@@ -341,7 +341,7 @@ def _timeline(rows: Rows, most: int) -> Figure:
     return Figure("Timeline", "ms since the iteration began", caption, panels)
 
 
-def _timeline_of(name: str, rank: Rank, steps: int) -> Iterator[Series]:
+def _timeline_of(name: str, rank: RankRecord, steps: int) -> Iterator[Series]:
     """A rank's stretches, by part."""
     line = f"{name}: rank {rank.rank}"
     points: dict[str, list[tuple[Point, str]]] = {}
@@ -352,7 +352,7 @@ def _timeline_of(name: str, rank: Rank, steps: int) -> Iterator[Series]:
         yield Series(name, "stretch", of_part, colour=colour, label=part)
 
 
-def _stretches(rank: Rank, steps: int) -> Iterator[tuple[str, float, float]]:
+def _stretches(rank: RankRecord, steps: int) -> Iterator[tuple[str, float, float]]:
     """At most so many (part, start, end): what goes on in the middle of each step."""
     ends = [end for _, end in rank.timeline]
     step = ends[-1] / steps

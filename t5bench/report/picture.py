@@ -21,7 +21,7 @@ CAPTION = "Each bar is a median iteration, divided as the profiled iteration was
 WITHOUT_PROFILE = " A row without a profile is not divided (PROFILE_ITERATION takes one)."
 
 
-class Kind(NamedTuple):
+class TimeKind(NamedTuple):
     """A kind of time, which several parts of a profile may have in common."""
 
     name: str
@@ -33,19 +33,19 @@ class Kind(NamedTuple):
     """The same in ASCII."""
 
 
-COMPUTING = Kind("computing", (FORWARD, BACKWARD, RECOMPUTATION, STEP), "#0072b2", "\N{FULL BLOCK}", "#")
-REST = Kind("rest", (), "#9a9a9a", "-", "-")
-UNDIVIDED = Kind("not profiled", (), "#9a9a9a", "\N{MEDIUM SHADE}", "?")
+COMPUTING = TimeKind("computing", (FORWARD, BACKWARD, RECOMPUTATION, STEP), "#0072b2", "\N{FULL BLOCK}", "#")
+REST = TimeKind("rest", (), "#9a9a9a", "-", "-")
+UNDIVIDED = TimeKind("not profiled", (), "#9a9a9a", "\N{MEDIUM SHADE}", "?")
 KINDS = (
     COMPUTING,
-    Kind("waiting for the host", (HOST,), "#e69f00", "\N{LIGHT SHADE}", ":"),
-    Kind("sending: data parallel", (SENDING[AXES[0]],), "#d55e00", "d", "d"),
-    Kind("sending: tensor parallel", (SENDING[AXES[1]],), "#aa4466", "t", "t"),
-    Kind("sending: pipeline", (SENDING[AXES[2]],), "#cc79a7", "p", "p"),
-    Kind("sending: ZeRO's gathers", (SENDING[AXES[3]],), "#7766cc", "g", "g"),
-    Kind("sending: all ranks", (SENDING[AXES[4]],), "#a0783c", "a", "a"),
-    Kind("pipeline bubble", (BUBBLE,), "#56b4e9", "\N{MIDDLE DOT}", "."),
-    Kind("waiting for slower ranks", (WAITING,), "#b9a400", "w", "w"),
+    TimeKind("waiting for the host", (HOST,), "#e69f00", "\N{LIGHT SHADE}", ":"),
+    TimeKind("sending: data parallel", (SENDING[AXES[0]],), "#d55e00", "d", "d"),
+    TimeKind("sending: tensor parallel", (SENDING[AXES[1]],), "#aa4466", "t", "t"),
+    TimeKind("sending: pipeline", (SENDING[AXES[2]],), "#cc79a7", "p", "p"),
+    TimeKind("sending: ZeRO's gathers", (SENDING[AXES[3]],), "#7766cc", "g", "g"),
+    TimeKind("sending: all ranks", (SENDING[AXES[4]],), "#a0783c", "a", "a"),
+    TimeKind("pipeline bubble", (BUBBLE,), "#56b4e9", "\N{MIDDLE DOT}", "."),
+    TimeKind("waiting for slower ranks", (WAITING,), "#b9a400", "w", "w"),
     REST,
 )
 
@@ -60,26 +60,26 @@ class Bar:
     """What is written at the bar: the name, with the marks that remarks refer to."""
     milliseconds: Estimate
     """Of an iteration."""
-    pieces: Mapping[Kind, float]
+    pieces: Mapping[TimeKind, float]
     """Milliseconds by kind, none of them 0."""
 
-    def told(self, kind: Kind) -> str:
+    def told(self, kind: TimeKind) -> str:
         """A piece in words."""
         size = self.pieces[kind]
         return f"{kind.name}: {duration_text(size)} ({size / self.milliseconds.median:.0%})"
 
 
-class Piece(NamedTuple):
+class BarPiece(NamedTuple):
     """A piece of a bar as the page draws it; start and length are in per cent of the width."""
 
-    kind: Kind
+    kind: TimeKind
     start: float
     length: float
     title: str
 
 
 @dataclass(frozen=True)
-class Panel:
+class PicturePanel:
     """The rows with one number of processes, the fastest first."""
 
     title: str
@@ -107,11 +107,11 @@ class Panel:
         """A bar for someone who does not see it."""
         return f"{bar.label}: {self.time(bar)}; {', '.join(bar.told(kind) for kind in bar.pieces)}"
 
-    def pieces(self, bar: Bar) -> Iterator[Piece]:
+    def pieces(self, bar: Bar) -> Iterator[BarPiece]:
         """Where the pieces of a bar lie, in per cent of the width."""
         start = 0.0
         for kind, size in bar.pieces.items():
-            yield Piece(kind, 100 * start / self.end, 100 * size / self.end, f"{bar.label}, {bar.told(kind)}")
+            yield BarPiece(kind, 100 * start / self.end, 100 * size / self.end, f"{bar.label}, {bar.told(kind)}")
             start += size
 
     def interval(self, bar: Bar) -> tuple[float, float] | None:
@@ -123,7 +123,7 @@ class Panel:
         return 100 * min(1.0, low / self.end), 100 * min(1.0, high / self.end)
 
 
-def panels(comparison: Comparison, rows: Rows) -> list[Panel]:
+def panels(comparison: Comparison, rows: Rows) -> list[PicturePanel]:
     """One for each number of processes of which a row has a time. rows: by the names that figures have for them."""
     timed = {name: row for name, row in rows.items() if row.milliseconds}
     drawn = best(timed, MOST_BARS)
@@ -132,7 +132,7 @@ def panels(comparison: Comparison, rows: Rows) -> list[Panel]:
         of_size = [name for name, row in drawn.items() if row.run.world_size == group.world_size]
         of_size.sort(key=lambda name: drawn[name].milliseconds.median)
         if of_size:
-            found.append(Panel(group.verdict, [_bar(name, drawn[name]) for name in of_size]))
+            found.append(PicturePanel(group.verdict, [_bar(name, drawn[name]) for name in of_size]))
     return found
 
 
@@ -151,7 +151,7 @@ def _bar(name: str, row: Row) -> Bar:
     return Bar(name, label, row.milliseconds, {kind: size for kind, size in pieces.items() if size > 0})
 
 
-def kinds(of: Sequence[Panel]) -> list[Kind]:
+def kinds(of: Sequence[PicturePanel]) -> list[TimeKind]:
     """Those that occur, in their order."""
     found = set()
     for panel in of:
@@ -160,7 +160,7 @@ def kinds(of: Sequence[Panel]) -> list[Kind]:
     return [kind for kind in (*KINDS, UNDIVIDED) if kind in found]
 
 
-def caption(of: Sequence[Panel]) -> str:
+def caption(of: Sequence[PicturePanel]) -> str:
     """What one has to know to read it."""
     return CAPTION + (WITHOUT_PROFILE if UNDIVIDED in kinds(of) else "")
 
@@ -168,7 +168,7 @@ def caption(of: Sequence[Panel]) -> str:
 # ---- as text ---------------------------------------------------------------------------------------------------------
 
 
-def text(of: Sequence[Panel], width: int, encoding: str) -> list[str]:
+def text(of: Sequence[PicturePanel], width: int, encoding: str) -> list[str]:
     """Lines of at most so many characters, but for the titles, in blocks that this encoding has or else in ASCII."""
     in_ascii = not _has_blocks(encoding)
     lines: list[str] = []
@@ -196,7 +196,7 @@ def _has_blocks(encoding: str) -> bool:
     return True
 
 
-def _fill(kind: Kind, in_ascii: bool) -> str:
+def _fill(kind: TimeKind, in_ascii: bool) -> str:
     return kind.letter if in_ascii else kind.block
 
 

@@ -15,7 +15,7 @@ from t5bench.costmodel.prediction import Prediction, machine_of
 from t5bench.plan.launchers import declarations
 from t5bench.record import ds_config
 from t5bench.record.command_script import ds_config_text
-from t5bench.record.ledger import Answer
+from t5bench.record.ledger import LedgerAnswer
 from t5bench.record.plan import ROLES, Arguments, Plan, by_name
 
 ZERO_STAGES = {"zero1": 1, "zero2": 2, "zero3": 3, "zero3_offload": 3, "3d": 1}
@@ -341,9 +341,9 @@ def test_what_a_checkout_in_each_state_can_do(making, monkeypatch, state, gpus, 
 def test_what_the_ledger_says_of_the_installed_release(making, monkeypatch, verdict, is_refused, is_warned):
     asked = []
 
-    def ask_ledger(*release_and_config: object, **facts: object) -> Answer:
+    def ask_ledger(*release_and_config: object, **facts: object) -> LedgerAnswer:
         asked.append((release_and_config[0], facts))
-        return Answer(verdict, "" if verdict == "right" else "its gradient norm differs")
+        return LedgerAnswer(verdict, "" if verdict == "right" else "its gradient norm differs")
 
     monkeypatch.setattr("t5bench.plan.engine.installed_version", lambda distribution: "0.18.2")
     monkeypatch.setattr("t5bench.plan.engine.ask_ledger", ask_ledger)
@@ -532,8 +532,8 @@ def test_engine_arguments_that_would_make_the_plan_untrue(making, strategy, argu
 def test_what_the_ledger_says_of_the_installed_torch(making, monkeypatch, gpus, codes):
     """It measured on a CPU: there a wrong release is refused, on a GPU it is a warning."""
 
-    def look_up(release: str, strategy: str, **facts: object) -> Answer:
-        return Answer("wrong", "its gradient norm differs") if strategy == "fsdp2" else Answer("right")
+    def look_up(release: str, strategy: str, **facts: object) -> LedgerAnswer:
+        return LedgerAnswer("wrong", "its gradient norm differs") if strategy == "fsdp2" else LedgerAnswer("right")
 
     monkeypatch.setattr("t5bench.plan.engine.look_up_torch", look_up)
     made = making("fsdp2", gpus=gpus, ENGINE="native")

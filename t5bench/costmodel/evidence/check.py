@@ -36,7 +36,7 @@ HEADINGS = {
 
 
 @dataclass(frozen=True)
-class Comparison:
+class PredictedFigure:
     """One measured and predicted figure."""
 
     use: str
@@ -64,8 +64,8 @@ class Missing:
     reason: str
 
 
-def compare_all(points: Sequence[Point]) -> list[Comparison | Missing]:
-    compared: list[Comparison | Missing] = []
+def compare_all(points: Sequence[Point]) -> list[PredictedFigure | Missing]:
+    compared: list[PredictedFigure | Missing] = []
     for point in points:
         for use in point.use:
             if use in PARTS:
@@ -73,7 +73,7 @@ def compare_all(points: Sequence[Point]) -> list[Comparison | Missing]:
     return [*compared, *ratios(points)]
 
 
-def _compare(point: Point, use: str) -> Sequence[Comparison | Missing]:
+def _compare(point: Point, use: str) -> Sequence[PredictedFigure | Missing]:
     try:
         is_known = use == "throughput" or software(point)
         require(is_known, f"it is not known what {point.origin or 'its software'} keeps in memory")
@@ -84,8 +84,8 @@ def _compare(point: Point, use: str) -> Sequence[Comparison | Missing]:
     return rows
 
 
-def _row(point: Point, use: str, what: str, measured: float, predicted: float, unit: str) -> Comparison:
-    return Comparison(use, point.id, point.origin, what, measured, predicted, unit)
+def _row(point: Point, use: str, what: str, measured: float, predicted: float, unit: str) -> PredictedFigure:
+    return PredictedFigure(use, point.id, point.origin, what, measured, predicted, unit)
 
 
 def _of_layers(point: Point, figure: str) -> Iterator[tuple[bool, str, Any]]:
@@ -104,7 +104,7 @@ def _last_rank(point: Point) -> Memory:
     return memory_of(job, job.parallel.pipeline - 1, device_of(point))
 
 
-def _memory(point: Point) -> Iterator[Comparison]:
+def _memory(point: Point) -> Iterator[PredictedFigure]:
     measured = point.measured
     memory = _last_rank(point)
     job = job_of(point)
@@ -125,7 +125,7 @@ def _memory(point: Point) -> Iterator[Comparison]:
         yield _row(point, "states", name, size, sum(states.values()) / MIB, "MiB")
 
 
-def _activations(point: Point) -> Iterator[Comparison]:
+def _activations(point: Point) -> Iterator[PredictedFigure]:
     if point.measured.peak_minus_allocated_bytes:
         memory = _last_rank(point)
         measured = point.measured.peak_minus_allocated_bytes / GB
@@ -139,7 +139,7 @@ def _activations(point: Point) -> Iterator[Comparison]:
             yield _row(point, "activation", f"{name}, TP {tensor}", size, predicted, "MiB")
 
 
-def _bound(point: Point) -> Iterator[Comparison]:
+def _bound(point: Point) -> Iterator[PredictedFigure]:
     """1 if the micro-batch is predicted to fit, as it did. A source may state the size of its GPU's memory."""
     stated = re.search(r"(\d+)\s?GB", point.hardware.gpu or "")
     device = device_of(point)
@@ -153,7 +153,7 @@ def _bound(point: Point) -> Iterator[Comparison]:
     yield _row(point, "bound", what, 1, float(in_use <= memory), "")
 
 
-def _throughput(point: Point) -> Iterator[Comparison]:
+def _throughput(point: Point) -> Iterator[PredictedFigure]:
     require(point.hardware.gpu, "the GPU is not stated")
     rate, _ = predicted_rate(point)
     yield _row(point, "throughput", "", samples_per_second(point), rate, "1/s")
@@ -204,13 +204,13 @@ class Rate:
     def world(self) -> int:
         return job_of(self.point).parallel.world
 
-    def over(self, base: "Rate") -> Comparison:
+    def over(self, base: "Rate") -> PredictedFigure:
         name = f"{self.point.id} / {base.point.id}"
         measured = self.measured / base.measured
-        return Comparison("ratio", name, base.point.origin, "", measured, self.predicted / base.predicted, "")
+        return PredictedFigure("ratio", name, base.point.origin, "", measured, self.predicted / base.predicted, "")
 
 
-def ratios(points: Iterable[Point]) -> Iterator[Comparison | Missing]:
+def ratios(points: Iterable[Point]) -> Iterator[PredictedFigure | Missing]:
     """Of every two points of one kind whose layouts differ, the one with more GPUs over the one with fewer."""
     kinds: dict[Hashable, list[Rate]] = {}
     for point in points:
@@ -234,7 +234,7 @@ def ratios(points: Iterable[Point]) -> Iterator[Comparison | Missing]:
                 yield Missing("ratio", rate.point.id, "no other point differs from it only in its layout")
 
 
-def summary(rows: Sequence[Comparison]) -> str:
+def summary(rows: Sequence[PredictedFigure]) -> str:
     """Mean, median and worst of the errors; for throughput the distribution of measured / predicted."""
     if rows[0].use == "bound":
         return f"{sum(row.measured == row.predicted for row in rows)} of {len(rows)} as published"
@@ -252,7 +252,7 @@ def run(args: argparse.Namespace) -> int:
     entries = compare_all(points)
     missing = [entry for entry in entries if isinstance(entry, Missing)]
     order = list(HEADINGS)
-    compared = [entry for entry in entries if isinstance(entry, Comparison)]
+    compared = [entry for entry in entries if isinstance(entry, PredictedFigure)]
     compared.sort(key=lambda row: order.index(row.use))
     if args.json:
         content = {"rows": [asdict(row) | {"error": row.error} for row in compared]}
@@ -268,7 +268,7 @@ def run(args: argparse.Namespace) -> int:
     return int(bool(invalid))
 
 
-def show(use: str, rows: Sequence[Comparison]) -> None:
+def show(use: str, rows: Sequence[PredictedFigure]) -> None:
     print(f"\n{HEADINGS[use]}: {summary(rows)}")
     if use in ("ratio", "throughput"):
         for source in dict.fromkeys(row.source for row in rows):

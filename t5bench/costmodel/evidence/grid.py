@@ -20,7 +20,7 @@ from statistics import mean
 from tabulate import tabulate
 
 from t5bench.costmodel import intervals
-from t5bench.costmodel.calibration import Calibrated, Measured, calibrate
+from t5bench.costmodel.calibration import Calibrated, MeasuredTime, calibrate
 from t5bench.costmodel.intervals import Shift
 from t5bench.costmodel.job import Architecture, Job, Parallel, padded
 from t5bench.costmodel.machine import DEVICES, Link, Machine
@@ -31,7 +31,7 @@ BETWEEN = Link(100e9, 15e-6)  # four links of 200 Gbit/s, as the source says of 
 
 
 @dataclass(frozen=True)
-class Cell:
+class GridPoint:
     """A measured iteration."""
 
     job: Job
@@ -51,13 +51,13 @@ class Cell:
         return self.job.parallel.world, model.hidden, model.decoder_layers
 
 
-def read(path: Path = FILE) -> list[Cell]:
+def read(path: Path = FILE) -> list[GridPoint]:
     """A file with the columns of a100_grid.csv."""
     with path.open() as lines:
         return [_cell({name: float(value) for name, value in row.items()}) for row in csv.DictReader(lines)]
 
 
-def _cell(row: Mapping[str, float]) -> Cell:
+def _cell(row: Mapping[str, float]) -> GridPoint:
     def whole(name: str) -> int:
         return int(row[name])
 
@@ -77,7 +77,7 @@ def _cell(row: Mapping[str, float]) -> Cell:
     )
     per_node = min(8, whole("gpus"))
     device = DEVICES["a100"]
-    return Cell(
+    return GridPoint(
         job=Job(
             architecture,
             Parallel(whole("tp"), whole("pp"), whole("dp"), devices_per_node=per_node),
@@ -92,10 +92,10 @@ def _cell(row: Mapping[str, float]) -> Cell:
 
 
 @dataclass(frozen=True)
-class Judged:
+class PredictedPoint:
     """A cell with its prediction."""
 
-    cell: Cell
+    cell: GridPoint
     seconds: float
     responses: Sequence[tuple[float, float]]
     own: float = intervals.LAYOUT
@@ -115,24 +115,24 @@ class Judged:
 NOTHING_KNOWN = Calibrated(Shift(), ())
 
 
-def predict(cells: Iterable[Cell], known: Calibrated = NOTHING_KNOWN) -> list[Judged]:
+def predict(cells: Iterable[GridPoint], known: Calibrated = NOTHING_KNOWN) -> list[PredictedPoint]:
     """known: what runs on the machine have shown."""
     judged = []
     for cell in cells:
         seconds = known.seconds(cell.job, cell.machine)
-        judged.append(Judged(cell, seconds, known.responses(cell.job, cell.machine), known.own(cell.job)))
+        judged.append(PredictedPoint(cell, seconds, known.responses(cell.job, cell.machine), known.own(cell.job)))
     return judged
 
 
-def calibrated_by_one(cells: Iterable[Cell], number: int = 0) -> list[Judged]:
+def calibrated_by_one(cells: Iterable[GridPoint], number: int = 0) -> list[PredictedPoint]:
     """Every model on every number of GPUs, after one of its runs. number: which one; it goes round."""
-    groups: dict[tuple[int, int, int], list[Cell]] = {}
+    groups: dict[tuple[int, int, int], list[GridPoint]] = {}
     for cell in cells:
         groups.setdefault(cell.model, []).append(cell)
-    judged: list[Judged] = []
+    judged: list[PredictedPoint] = []
     for group in groups.values():
         run = group[number * 7 % len(group)]
-        known = calibrate([Measured(run.job, run.machine, run.seconds)])
+        known = calibrate([MeasuredTime(run.job, run.machine, run.seconds)])
         judged += predict(group, known)
     return judged
 
@@ -148,7 +148,7 @@ CLASSES: Mapping[str, Callable[[Job], bool]] = {
 
 
 @dataclass(frozen=True)
-class Verdict:
+class GridErrors:
     """What cells say of the model."""
 
     mean_error: float
@@ -172,8 +172,8 @@ class Verdict:
     """The share of these in which it is not."""
 
 
-def verdict(judged: Sequence[Judged]) -> Verdict:
-    choices: dict[tuple[int, int, int, int], list[Judged]] = {}
+def verdict(judged: Sequence[PredictedPoint]) -> GridErrors:
+    choices: dict[tuple[int, int, int, int], list[PredictedPoint]] = {}
     for each in judged:
         choices.setdefault(each.cell.choice, []).append(each)
     regrets = []
@@ -196,7 +196,7 @@ def verdict(judged: Sequence[Judged]) -> Verdict:
         of_class = [each.is_held for each in judged if belongs(each.cell.job)]
         if of_class:
             coverage[name] = mean(of_class)
-    return Verdict(
+    return GridErrors(
         mean_error=mean(abs(each.error) for each in judged),
         worst_error=max(abs(each.error) for each in judged),
         coverage=coverage,
@@ -212,7 +212,7 @@ def verdict(judged: Sequence[Judged]) -> Verdict:
     )
 
 
-def own_error(judged: Sequence[Judged]) -> float:
+def own_error(judged: Sequence[PredictedPoint]) -> float:
     """The standard deviation of the logarithms of measured / predicted: of what layouts do not share."""
     logarithms = [log(each.cell.seconds / each.seconds) for each in judged]
     middle = mean(logarithms)

@@ -15,7 +15,7 @@ from statistics import mean
 
 from tabulate import tabulate
 
-from t5bench.costmodel.evidence.check import Comparison, compare_all
+from t5bench.costmodel.evidence.check import PredictedFigure, compare_all
 from t5bench.costmodel.evidence.points import read
 from t5bench.costmodel.intervals import LEVEL
 
@@ -29,7 +29,7 @@ KINDS: Mapping[str, Sequence[str]] = {
 
 
 @dataclass(frozen=True)
-class Judged:
+class JudgedInterval:
     """An interval of one kind, and what the other sources say of it."""
 
     kind: str
@@ -55,7 +55,7 @@ def sets(source: str) -> bool:
     return int(hashlib.sha256(source.encode()).hexdigest(), 16) % 2 == 0
 
 
-def judged(kind: str, rows: Sequence[Comparison]) -> Judged:
+def judged(kind: str, rows: Sequence[PredictedFigure]) -> JudgedInterval:
     """rows: of every kind."""
     setting: dict[str, list[float]] = {}
     judging: dict[str, list[float]] = {}
@@ -65,7 +65,7 @@ def judged(kind: str, rows: Sequence[Comparison]) -> Judged:
             errors.append(abs(log(row.measured / row.predicted)))
     width = quantile(list(setting.values()))
     held = [[error <= width for error in errors] for errors in judging.values()]
-    return Judged(
+    return JudgedInterval(
         kind=kind,
         factor=exp(width),
         setting={source: len(errors) for source, errors in setting.items()},
@@ -88,10 +88,10 @@ def quantile(errors_of_sources: Sequence[Sequence[float]]) -> float:
     raise ValueError("no source sets the width")
 
 
-def of_published() -> list[Judged]:
+def of_published() -> list[JudgedInterval]:
     """The intervals of this moment's model. Raises Problem."""
     points = [point for name in FILES for point in read(Path(__file__).with_name(name))[0]]
-    rows = [row for row in compare_all(points) if isinstance(row, Comparison)]
+    rows = [row for row in compare_all(points) if isinstance(row, PredictedFigure)]
     return [judged(kind, rows) for kind in KINDS]
 
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 
 from t5bench.costmodel.evidence import words
-from t5bench.costmodel.evidence.points import Model, Point
+from t5bench.costmodel.evidence.points import Point, PublishedModel
 from t5bench.costmodel.evidence.words import device_of, precision_of, require, software, stated
 from t5bench.costmodel.job import Architecture, Job, Parallel, Zero, padded, usual_ffn
 from t5bench.costmodel.machine import DEVICES, GB, Link, Machine
@@ -95,7 +95,7 @@ def _plain(name: str) -> str:
     return re.sub(r"(?<=\d)_(?=\d)", ".", name.lower().strip()).replace(" ", "-").replace("_", "-")
 
 
-def _check_shape(model: Model, name: str, family: str) -> None:
+def _check_shape(model: PublishedModel, name: str, family: str) -> None:
     """Raises Unpredictable where a name says more of the shape than the source, or something that is not modelled."""
     require(not re.search(NOT_MODELLED, name), f"the shape of {model.name or model.architecture} is not modelled")
     if family != "gpt" or not re.search(OTHER_DECODERS, name):
@@ -131,7 +131,7 @@ def _usual_positions(is_llama: bool, is_t5_v1_1: bool) -> str:
     return "relative" if is_t5_v1_1 else "learned"
 
 
-def _vocabulary(model: Model, family: str) -> int:
+def _vocabulary(model: PublishedModel, family: str) -> int:
     is_mt5 = "mt5" in f"{model.architecture} {model.name or ''}".lower()
     return MT5_VOCABULARY if is_mt5 else VOCABULARIES[family]
 

@@ -24,7 +24,7 @@ USES = {"memory", "activation", "bound", "throughput", "ratio"}
 NOTES = {"line", "config", "note", "caveats", "confidence", "parameters_stated", "decoder_pp"}
 
 
-class Source(msgspec.Struct):
+class Publication(msgspec.Struct):
     """Where a point was published."""
 
     repo: str | None = None
@@ -35,7 +35,7 @@ class Source(msgspec.Struct):
     """Year and month, perhaps with the day: 2025-08."""
 
 
-class Model(msgspec.Struct):
+class PublishedModel(msgspec.Struct):
     """The model that was trained."""
 
     architecture: str
@@ -95,7 +95,7 @@ class Hardware(msgspec.Struct):
     nodes: Count | None = None
 
 
-class Measured(msgspec.Struct):
+class MeasuredFigures(msgspec.Struct):
     """The measured figures that the model predicts; a point's other figures are for people."""
 
     memory_allocated_bytes: Figure | None = None
@@ -122,13 +122,13 @@ class Point(msgspec.Struct):
     """One published measurement."""
 
     id: str
-    source: Source
-    model: Model
+    source: Publication
+    model: PublishedModel
     lengths: Lengths
     precision: str
     parallel: PublishedLayout
     hardware: Hardware
-    measured: Measured
+    measured: MeasuredFigures
     use: Sequence[str]
     """What it can be compared with: some of USES."""
     how_counted: str | None = None

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import mean
 
-from t5bench.costmodel.evidence.grid import Cell
-from t5bench.costmodel.search import Option, Outcome, Search, Standing, steps
+from t5bench.costmodel.evidence.grid import GridPoint
+from t5bench.costmodel.search import Option, Search, SearchRun, Standing, steps
 
 NEAR = 0.03
 
@@ -36,23 +36,23 @@ class Replayed:
         return far[-1] + 1 if far else 0
 
 
-def choices(cells: Iterable[Cell]) -> list[list[Cell]]:
+def choices(cells: Iterable[GridPoint]) -> list[list[GridPoint]]:
     """The cells among which one would choose."""
-    found: dict[tuple[int, int, int, int], list[Cell]] = {}
+    found: dict[tuple[int, int, int, int], list[GridPoint]] = {}
     for cell in cells:
         found.setdefault(cell.choice, []).append(cell)
     return list(found.values())
 
 
-def replay(cells: Sequence[Cell]) -> Replayed:
+def replay(cells: Sequence[GridPoint]) -> Replayed:
     """Searches among the cells of one choice."""
     by_name = {str(number): cell for number, cell in enumerate(cells)}
     fastest = min(cell.seconds for cell in cells)
     standings: list[Standing] = []
     search = Search([Option(name, cell.job, cell.machine) for name, cell in by_name.items()])
 
-    def measure(option: Option) -> Outcome:
-        return Outcome(by_name[option.name].seconds)
+    def measure(option: Option) -> SearchRun:
+        return SearchRun(by_name[option.name].seconds)
 
     for standing in steps(search, measure, lambda so_far: True):
         standings.append(standing)

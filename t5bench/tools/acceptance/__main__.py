@@ -16,7 +16,7 @@ from t5bench.text import guard_streams
 from t5bench.tools.acceptance import bundle, results
 from t5bench.tools.acceptance.call import RESERVE, Call, earlier_files
 from t5bench.tools.acceptance.results import FAILED, NOT_RUN, OUT_OF_TIME, Results
-from t5bench.tools.acceptance.steps import Machine, Steps
+from t5bench.tools.acceptance.steps import FoundMachine, Steps
 
 EXIT_FAILED = 1
 EXIT_TIME = 3
@@ -26,7 +26,7 @@ def main(elapsed: float, arguments: Sequence[str]) -> int:
     """elapsed: seconds since the call began. Raises Problem."""
     begun = time.monotonic() - elapsed
     rehearsal = "--rehearse" in arguments
-    here = Machine(os.environ, rehearsal=rehearsal)
+    here = FoundMachine(os.environ, rehearsal=rehearsal)
     steps = Steps(here, os.environ)
     name = "rehearsal" if rehearsal else results.name_of(here.gpus)
     work = steps.work / name
@@ -35,7 +35,7 @@ def main(elapsed: float, arguments: Sequence[str]) -> int:
     new = Results(rehearsal, here.gpus, steps.batch)
     all_results = results.continued(earlier_files(output, os.environ["CONTINUE"]), new)
     made = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
-    all_results.calls.append(results.Call(made, here.facts()))
+    all_results.calls.append(results.CallRecord(made, here.facts()))
     _put_programs_on_path(work / "bin")
     _remove_locks(steps.extensions, steps.work / "bundle")
     deadline = begun + 60 * float(os.environ["MINUTES"]) - RESERVE

@@ -17,8 +17,8 @@ from t5bench.record.files import RecordError
 from t5bench.record.reader import UNFORESEEN
 from t5bench.tools.acceptance import results
 from t5bench.tools.acceptance.gpu import Watch
-from t5bench.tools.acceptance.results import FAILED, NOT_RUN, OUT_OF_TIME, PASSED, SKIPPED, Outcome, Results
-from t5bench.tools.acceptance.steps import Machine, Step, module
+from t5bench.tools.acceptance.results import FAILED, NOT_RUN, OUT_OF_TIME, PASSED, SKIPPED, Results, StepResult
+from t5bench.tools.acceptance.steps import FoundMachine, Step, module
 
 # Seconds for a step to end in order once its time is up: a launcher ends its workers and writes its record.
 GRACE = 20
@@ -43,7 +43,7 @@ class Call:
     logs/<name>.log.
     """
 
-    def __init__(self, here: Machine, found: Results, directory: Path, output: Path, deadline: float) -> None:
+    def __init__(self, here: FoundMachine, found: Results, directory: Path, output: Path, deadline: float) -> None:
         """found: the results so far; directory: for the files of this call's steps; output: RESULTS_DIR."""
         self.here = here
         self.results = found
@@ -69,33 +69,33 @@ class Call:
             else:
                 self.keep(step, self.outcome(step))
 
-    def outcome(self, step: Step) -> Outcome:
+    def outcome(self, step: Step) -> StepResult:
         lacks = [self.missing[need] for need in step.needs if need in self.missing]
         if lacks:
-            return Outcome(SKIPPED, self.number, reason=lacks[0])
+            return StepResult(SKIPPED, self.number, reason=lacks[0])
         for before in step.after:
             if before.name not in self.ready:
                 prepared = self.outcome(before)
                 self.ready[before.name] = prepared.result == PASSED
                 self.keep(before, prepared)
             if not self.ready[before.name]:
-                return Outcome(NOT_RUN, self.number, reason=f"{before.name} did not pass")
+                return StepResult(NOT_RUN, self.number, reason=f"{before.name} did not pass")
         left = self.deadline - time.monotonic()
         if left <= 0:
-            return Outcome(NOT_RUN, self.number, reason="time ran out")
+            return StepResult(NOT_RUN, self.number, reason="time ran out")
         if self.here.rehearsal:
             return self.execute(step, left)
         if left <= step.seconds:
             reason = f"it takes about {step.seconds:.0f} s, but only {left:.0f} s were left"
-            return Outcome(NOT_RUN, self.number, reason=reason)
+            return StepResult(NOT_RUN, self.number, reason=reason)
         return self.execute(step, min(left, PATIENCE * step.seconds))
 
-    def execute(self, step: Step, limit: float) -> Outcome:
+    def execute(self, step: Step, limit: float) -> StepResult:
         """Runs the command; a signal that ends this process ends the step too."""
         note(f"{step.name} ...")
         if not self.results.passed(step.name):  # a preparation has, in an earlier call
             # A step that takes this machine down with it is known by this.
-            self.results.steps[step.name] = Outcome(NOT_RUN, self.number, reason="it was interrupted")
+            self.results.steps[step.name] = StepResult(NOT_RUN, self.number, reason="it was interrupted")
             self.replace(results.FILE, results.encoded(self.results))
         log = self.directory / "logs" / f"{step.name}.log"
         begun = time.monotonic()
@@ -118,7 +118,7 @@ class Call:
             figures = None
             result = FAILED
             reason = reason or f"its figures cannot be read: {error}"
-        return Outcome(
+        return StepResult(
             result,
             self.number,
             status=status,
@@ -148,7 +148,7 @@ class Call:
 
     # ---- results ---------------------------------------------------------------------------------------------------
 
-    def keep(self, step: Step, outcome: Outcome) -> None:
+    def keep(self, step: Step, outcome: StepResult) -> None:
         """Writes everything to RESULTS_DIR, what matters most first, and then says how the step ended."""
         self.results.steps[step.name] = outcome
         self.replace(results.FILE, results.encoded(self.results))

@@ -25,7 +25,7 @@ ATTENTION = re.compile(
 LONGEST_NAME = 60
 
 
-class Outcome(Struct):
+class StepResult(Struct):
     """How a step ended."""
 
     result: str
@@ -41,7 +41,7 @@ class Outcome(Struct):
     figures: Any = None
 
 
-class Call(Struct):
+class CallRecord(Struct):
     """One call of scripts/gpu_acceptance.sh, and the machine that it found."""
 
     made: str
@@ -56,9 +56,9 @@ class Results(Struct):
     gpus: list[str]
     # Samples of an iteration in every measurement.
     batch: int
-    calls: list[Call] = []
+    calls: list[CallRecord] = []
     # By the name of the step, in the order in which they ran.
-    steps: dict[str, Outcome] = {}
+    steps: dict[str, StepResult] = {}
 
     def passed(self, name: str) -> bool:
         return name in self.steps and self.steps[name].result == PASSED
@@ -151,7 +151,7 @@ def _side_by_side(facts_of: Mapping[str, Mapping[str, Any]]) -> str:
     return table(["", *facts_of], rows)
 
 
-def _device(steps: Mapping[str, Outcome]) -> Iterable[str]:
+def _device(steps: Mapping[str, StepResult]) -> Iterable[str]:
     measured: dict[str, dict[str, Any]] = {}
     for name in ("device", "device-after"):
         if name in steps and steps[name].figures:
@@ -223,7 +223,7 @@ def _measurement(point: Mapping[str, Any], gpu: Mapping[str, Any]) -> dict[str, 
     }
 
 
-def _parity(steps: Mapping[str, Outcome]) -> Iterable[str]:
+def _parity(steps: Mapping[str, StepResult]) -> Iterable[str]:
     noise = {name: step.figures for name, step in steps.items() if name.startswith("noise") and step.figures}
     checks = {name: step.figures for name, step in steps.items() if name.startswith("parity") and step.figures}
     if noise or checks:

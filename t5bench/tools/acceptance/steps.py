@@ -79,7 +79,7 @@ class Step:
     command: Sequence[str]
     environment: Mapping[str, str] = field(default_factory=dict)
     needs: Collection[str] = ()
-    """Keys of Machine.missing: what this step needs besides Python and torch."""
+    """Keys of FoundMachine.missing: what this step needs besides Python and torch."""
     after: Sequence["Step"] = ()
     """Steps that must have passed in the same call, because they prepare the machine."""
     seconds: float = 40
@@ -95,7 +95,7 @@ def module(name: str, *arguments: object) -> list[str]:
     return [sys.executable, "-m", name, *map(str, arguments)]
 
 
-class Machine:
+class FoundMachine:
     """The devices, and what the machine lacks."""
 
     def __init__(self, environment: Mapping[str, str], *, rehearsal: bool) -> None:
@@ -163,7 +163,7 @@ class Machine:
 class Steps:
     """What the settings in the environment ask for; a rehearsal runs the same steps with the tiny model on the CPU."""
 
-    def __init__(self, here: Machine, environment: Mapping[str, str]) -> None:
+    def __init__(self, here: FoundMachine, environment: Mapping[str, str]) -> None:
         """Raises Problem."""
         self.here = here
         sizes = environment["MICRO_BATCH_SIZES"].split()

@@ -290,7 +290,7 @@ def padded(value: Tensor, rows: int, filling: Tensor | float) -> Tensor:
     return torch.cat([value, more])
 
 
-class Index(msgspec.Struct):
+class SafetensorsIndex(msgspec.Struct):
     """model.safetensors.index.json."""
 
     weight_map: dict[str, str]
@@ -302,7 +302,7 @@ def weight_files(directory: Path) -> dict[str, Path]:
     from safetensors import SafetensorError, safe_open
 
     if (directory / INDEX).is_file():
-        stored = read_json(directory / INDEX, Index, "Copy it again").weight_map
+        stored = read_json(directory / INDEX, SafetensorsIndex, "Copy it again").weight_map
         files = {name: directory / file for name, file in stored.items()}
         for path in {*files.values()}:
             if path.parent != directory or not path.is_file():

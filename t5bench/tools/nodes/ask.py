@@ -14,7 +14,7 @@ from t5bench import REPOSITORY
 from t5bench.record.hosts import BEGINS, ssh
 from t5bench.record.tools import ask
 from t5bench.text import visible, visible_in
-from t5bench.tools.nodes.cell import Cell
+from t5bench.tools.nodes.findings import Finding
 
 CONNECT_SECONDS = 5
 # An ssh master process that stays in the background would keep our pipes open.
@@ -81,7 +81,7 @@ def execute(
     return Reply(answer, error, time.monotonic() - start, clock)
 
 
-def unreachable(host: str, error: str) -> Cell:
+def unreachable(host: str, error: str) -> Finding:
     """What ssh said, in short and in its own words, and what to do."""
     lines = error.splitlines()[::-1]
     causes = ((line, word, remedy) for text, word, remedy in SSH_FAILURES for line in lines if text in line)
@@ -89,7 +89,7 @@ def unreachable(host: str, error: str) -> Cell:
     remedy = remedy.format(host=host)
     if word == "refused" and (key := locked_key(host)):
         remedy = f'The key {key} has a passphrase. Load it first: eval "$(ssh-agent)" && ssh-add {shlex.quote(key)}'
-    return Cell(word, line.strip(), remedy)
+    return Finding(word, line.strip(), remedy)
 
 
 def locked_key(host: str) -> str:

@@ -35,7 +35,7 @@ from t5bench.record.network import Figures, Network
 from t5bench.text import steer, visible
 from t5bench.tools.nodes import health, host_cost
 from t5bench.tools.nodes.ask import CONNECT_SECONDS, Reply, execute, unreachable
-from t5bench.tools.nodes.cell import Cell
+from t5bench.tools.nodes.findings import Finding
 from t5bench.tools.nodes.probe import SECONDS, Question
 
 # Seconds; everything ends within a minute.
@@ -49,7 +49,7 @@ HOST_LIMIT = 120.0  # for a tiny training, which takes ten seconds unless the en
 LARGEST_CLOCK_DIFFERENCE = 1.0  # seconds
 RED = "\033[31m"
 PLAIN = "\033[0m"
-UNKNOWN = Cell("-")
+UNKNOWN = Finding("-")
 ABSENT = ("none", UNKNOWN.text)
 # Rows of the probe that say something about one node alone.
 ABOUT_ONE_NODE = ("reachable", "health", "disk", "memory", "clock")
@@ -72,17 +72,17 @@ REMEDIES = {
 }
 ENVIRONMENT = "Use the same environment on all nodes: activate it, then pip install -r requirements.txt"
 
-Row = dict[str, Cell]  # by host
+Row = dict[str, Finding]  # by host
 
 
 @dataclass
-class Node:
+class CheckedNode:
     """A host."""
 
     host: str
     here: bool = False
     """Whether it is the one on which the check was started."""
-    cells: dict[str, Cell] = field(default_factory=dict)
+    findings: dict[str, Finding] = field(default_factory=dict)
     """By row of the table."""
     clock: float | None = None
     """Its clock less ours, in seconds."""
@@ -98,61 +98,61 @@ class Node:
 # ---- asking the nodes ----------------------------------------------------------------------------------------------
 
 
-def fill_in(node: Node, reply: Reply) -> None:
-    """The cells of a reply, or why there is none."""
+def fill_in(node: CheckedNode, reply: Reply) -> None:
+    """The findings of a reply, or why there is none."""
     if reply.answer:
         node.clock = reply.clock
         how = "this host" if node.here else f"ssh {reply.seconds:.1f} s"
-        node.cells.setdefault("reachable", Cell(how))
-        node.cells |= {row: Cell(**cell) for row, cell in reply.answer["cells"].items()}
+        node.findings.setdefault("reachable", Finding(how))
+        node.findings |= {row: Finding(**finding) for row, finding in reply.answer["findings"].items()}
     else:
-        node.cells.setdefault("reachable", unreachable(node.host, reply.error))
+        node.findings.setdefault("reachable", unreachable(node.host, reply.error))
 
 
-def fill_in_facts(node: Node, reply: Reply) -> None:
+def fill_in_facts(node: CheckedNode, reply: Reply) -> None:
     """The answer of probe.py."""
     fill_in(node, reply)
     node.free_port = reply.answer.get("free_port")
 
 
-def fill_in_health(node: Node, reply: Reply) -> None:
+def fill_in_health(node: CheckedNode, reply: Reply) -> None:
     """The answer of health.py."""
     fill_in(node, reply)
     if reply.answer:
         node.kind = reply.answer["kind"]
         node.speeds = reply.answer["speeds"]
-        node.own_rows = set(reply.answer["cells"])
-    elif not node.cells["reachable"].problem:
-        node.cells["health"] = Cell("no answer", reply.error.splitlines()[-1], "See the node's kernel log")
+        node.own_rows = set(reply.answer["findings"])
+    elif not node.findings["reachable"].problem:
+        node.findings["health"] = Finding("no answer", reply.error.splitlines()[-1], "See the node's kernel log")
 
 
-def health_of(node: Node, python: str, device: str, seconds: float = health.SECONDS) -> Reply:
+def health_of(node: CheckedNode, python: str, device: str, seconds: float = health.SECONDS) -> Reply:
     limit = CONNECT_SECONDS + seconds + 1
     return execute(node.host, python, "health", [device, str(seconds)], limit, here=node.here)
 
 
-def facts_of(node: Node, python: str, question: Question) -> Reply:
+def facts_of(node: CheckedNode, python: str, question: Question) -> Reply:
     own = replace(question, host=node.host)
     return execute(node.host, python, "probe", [json.dumps(asdict(own))], PROBE_LIMIT, here=node.here)
 
 
-def find_doubles(nodes: Sequence[Node]) -> None:
+def find_doubles(nodes: Sequence[CheckedNode]) -> None:
     """Makes an address that two nodes report a problem: they are one node under two names."""
     first: dict[str, str] = {}
     for node in nodes:
-        cell = node.cells.get("address", UNKNOWN)
-        if cell.problem or cell.text in ABSENT:
+        finding = node.findings.get("address", UNKNOWN)
+        if finding.problem or finding.text in ABSENT:
             continue
-        other = first.setdefault(cell.text, node.host)
+        other = first.setdefault(finding.text, node.host)
         # Several loopback addresses stand for several nodes on purpose, in a rehearsal on one machine.
         if other != node.host and not is_loopback(node.host):
             problem = f"it is the same node as {other}, under another name"
-            node.cells["address"] = replace(cell, problem=problem, remedy="Name each node once in HOSTS")
+            node.findings["address"] = replace(finding, problem=problem, remedy="Name each node once in HOSTS")
 
 
-def compare_speeds(nodes: Sequence[Node]) -> None:
+def compare_speeds(nodes: Sequence[CheckedNode]) -> None:
     """Makes a speed far below the median of three nodes or more with the same device a problem."""
-    by_kind: dict[str, list[Node]] = {}
+    by_kind: dict[str, list[CheckedNode]] = {}
     for node in nodes:
         by_kind.setdefault(node.kind, []).append(node)
     for kind, alike in by_kind.items():
@@ -163,27 +163,27 @@ def compare_speeds(nodes: Sequence[Node]) -> None:
                 continue
             median = statistics.median(node.speeds[name] for node in measured)
             for node in measured:
-                cell = node.cells[row]
-                if node.speeds[name] < share * median and not cell.problem:
-                    problem = f"{cell.text}; the median of {len(measured)} nodes is {median:.3g}"
-                    node.cells[row] = replace(cell, problem=problem, remedy=health.SLOW)
+                finding = node.findings[row]
+                if node.speeds[name] < share * median and not finding.problem:
+                    problem = f"{finding.text}; the median of {len(measured)} nodes is {median:.3g}"
+                    node.findings[row] = replace(finding, problem=problem, remedy=health.SLOW)
 
 
-def compare_clocks(nodes: Sequence[Node]) -> None:
+def compare_clocks(nodes: Sequence[CheckedNode]) -> None:
     """Fills in the row "clock": every clock compared with the first known one."""
     known = [(node, node.clock) for node in nodes if node.clock is not None]
     for node, clock in known:
         first, reference = known[0]
         ahead = round(clock - reference, 2) + 0.0  # no -0.0
         problem = f"its clock is {ahead:+.1f} s off that of {first.host}, so the nodes' logs cannot be put in order"
-        node.cells["clock"] = Cell(f"{ahead:+.2f} s", problem if abs(ahead) > LARGEST_CLOCK_DIFFERENCE else "")
+        node.findings["clock"] = Finding(f"{ahead:+.2f} s", problem if abs(ahead) > LARGEST_CLOCK_DIFFERENCE else "")
 
 
-def measure_network(nodes: Sequence[Node], python: str, limit: float) -> Network | None:
+def measure_network(nodes: Sequence[CheckedNode], python: str, limit: float) -> Network | None:
     """Fills in the row "network" within so many seconds, and returns what was measured, if anything."""
     for node in nodes:
-        node.cells["network"] = Cell("not measured")
-    able = [node for node in nodes if node.cells.get("torch", UNKNOWN).text not in ABSENT]
+        node.findings["network"] = Finding("not measured")
+    able = [node for node in nodes if node.findings.get("torch", UNKNOWN).text not in ABSENT]
     if len(able) < 2 or able[0].free_port is None:
         return None
     common = {"MASTER_ADDR": able[0].host, "MASTER_PORT": str(able[0].free_port)}
@@ -200,22 +200,24 @@ def measure_network(nodes: Sequence[Node], python: str, limit: float) -> Network
     result = replies[0].answer
     if "pairs" not in result:
         for node, reply in zip(able, replies, strict=True):
-            node.cells["network"] = Cell("no all-reduce", reply.answer.get("error") or reply.error.splitlines()[-1])
+            node.findings["network"] = Finding(
+                "no all-reduce", reply.answer.get("error") or reply.error.splitlines()[-1]
+            )
         return None
-    able[0].cells["network"] = Cell("master")
+    able[0].findings["network"] = Finding("master")
     hosts = [node.host for node in able]
     by_host = {hosts[int(rank)]: figures for rank, figures in result["pairs"].items()}
     network = msgspec.convert({**result, "hosts": hosts, "pairs": by_host}, Network)
     for node in able[1:]:
-        node.cells["network"] = Cell(speed_of(network.pairs[node.host]))
+        node.findings["network"] = Finding(speed_of(network.pairs[node.host]))
     return network
 
 
-def measure_hosts(nodes: Sequence[Node], python: str) -> HostCost | None:
+def measure_hosts(nodes: Sequence[CheckedNode], python: str) -> HostCost | None:
     """Fills in the row "operator", and returns what was measured if every node answered."""
     kept = {name: os.environ[name] for name in host_cost.KEPT if os.environ.get(name)}
 
-    def ask(node: Node) -> Reply:
+    def ask(node: CheckedNode) -> Reply:
         seconds = str(HOST_LIMIT - CONNECT_SECONDS - 1)
         return execute(node.host, python, "host_cost", [seconds], HOST_LIMIT, here=node.here, **kept)
 
@@ -226,10 +228,10 @@ def measure_hosts(nodes: Sequence[Node], python: str) -> HostCost | None:
         cost = reply.answer.get("operator_us")
         if cost:
             costs[node.host] = cost
-            node.cells["operator"] = Cell(f"{cost:.1f} us in the {reply.answer['engine']} engine")
+            node.findings["operator"] = Finding(f"{cost:.1f} us in the {reply.answer['engine']} engine")
         else:
             why = reply.answer.get("error") or reply.error.splitlines()[-1]
-            node.cells["operator"] = Cell("not measured", why, "Start the same training alone to see all it says")
+            node.findings["operator"] = Finding("not measured", why, "Start the same training alone to see all it says")
     if len(costs) < len(nodes):
         return None
     return HostCost(replies[0].answer["engine"], replies[0].answer["device"], costs)
@@ -252,41 +254,41 @@ def about(network: Network) -> str:
 
 def compared(row: Row) -> Row:
     """Makes every difference from the first healthy node a problem."""
-    healthy = {host: cell for host, cell in row.items() if cell.same and not cell.problem}
+    healthy = {host: finding for host, finding in row.items() if finding.same and not finding.problem}
     first, reference = next(iter(healthy.items()), ("", UNKNOWN))
     judged = dict(row)
-    for host, cell in healthy.items():
-        differs = " and ".join(what for what, value in cell.same.items() if value != reference.same[what])
+    for host, finding in healthy.items():
+        differs = " and ".join(what for what, value in finding.same.items() if value != reference.same[what])
         if differs:
-            problem = f"differs from {first} in {differs}: {cell.text} here, {reference.text} there"
-            judged[host] = replace(cell, problem=problem)
+            problem = f"differs from {first} in {differs}: {finding.text} here, {reference.text} there"
+            judged[host] = replace(finding, problem=problem)
     return judged
 
 
-def table(nodes: Sequence[Node]) -> dict[str, Row]:
+def table(nodes: Sequence[CheckedNode]) -> dict[str, Row]:
     """Every check by name, without those for which no node has a value."""
-    names = dict.fromkeys(name for node in nodes for name in node.cells)
-    rows = {name: compared({node.host: node.cells.get(name, UNKNOWN) for node in nodes}) for name in names}
+    names = dict.fromkeys(name for node in nodes for name in node.findings)
+    rows = {name: compared({node.host: node.findings.get(name, UNKNOWN) for node in nodes}) for name in names}
     return {n: row for n, row in rows.items() if any(c.problem or c.text not in ABSENT for c in row.values())}
 
 
 def render(rows: Mapping[str, Row], colour: bool) -> str:
     """The table, and below it each problem with what to do about it."""
 
-    def text(cell: Cell) -> str:
-        said = visible(cell.text)
+    def text(finding: Finding) -> str:
+        said = visible(finding.text)
         failed = f"{RED}FAIL {said}{PLAIN}" if colour else f"FAIL {said}"
-        return failed if cell.problem else said
+        return failed if finding.problem else said
 
     hosts = [host if host.replace(".", "").isdigit() else host.split(".")[0] for host in rows["reachable"]]
     body = [[name, *map(text, row.values())] for name, row in rows.items()]
     lines = [tabulate(body, ["check", *hosts], disable_numparse=True)]
     explained: dict[tuple[str, str, str], list[str]] = {}
     for name, row in rows.items():
-        for host, cell in row.items():
-            if cell.problem:
-                remedy = cell.remedy or REMEDIES.get(name, ENVIRONMENT)
-                explained.setdefault((name, cell.problem, remedy), []).append(host)
+        for host, finding in row.items():
+            if finding.problem:
+                remedy = finding.remedy or REMEDIES.get(name, ENVIRONMENT)
+                explained.setdefault((name, finding.problem, remedy), []).append(host)
     for (name, problem, remedy), where in explained.items():
         lines += ["", f"{name} on {', '.join(where)}: {problem}", f"    {remedy}"]
     return "\n".join(lines)
@@ -295,7 +297,7 @@ def render(rows: Mapping[str, Row], colour: bool) -> str:
 # ---- the verdict ---------------------------------------------------------------------------------------------------
 
 
-def verdicts(nodes: Sequence[Node]) -> str:
+def verdicts(nodes: Sequence[CheckedNode]) -> str:
     """PASS or FAIL for each node with its reasons, and the list for --exclude.
 
     A node fails by itself: that two nodes have different data or commits is no reason to leave one of them out.
@@ -303,8 +305,8 @@ def verdicts(nodes: Sequence[Node]) -> str:
     lines = []
     failed = []
     for node in nodes:
-        rows = [row for row in node.cells if row in node.own_rows or row in ABOUT_ONE_NODE]
-        reasons = [f"{row}: {node.cells[row].problem}" for row in rows if node.cells[row].problem]
+        rows = [row for row in node.findings if row in node.own_rows or row in ABOUT_ONE_NODE]
+        reasons = [f"{row}: {node.findings[row].problem}" for row in rows if node.findings[row].problem]
         lines.append(f"FAIL  {node.host}  {'; '.join(reasons)}" if reasons else f"PASS  {node.host}")
         if reasons:
             failed.append(node.host)
@@ -352,7 +354,7 @@ def run(args: argparse.Namespace) -> int:
     # A Ctrl-C ends this and every ssh at once; processes on the nodes end by their own time limit.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     python = shutil.which(os.environ.get("PYTHON") or "python3") or sys.executable
-    nodes = [Node(host, here=is_this_host(host)) for host in hosts]
+    nodes = [CheckedNode(host, here=is_this_host(host)) for host in hosts]
     if args.health:
         device = "cuda" if os.environ.get("DEVICE") != "cpu" else "cpu"
         with ThreadPoolExecutor(len(nodes)) as pool:
@@ -366,7 +368,7 @@ def run(args: argparse.Namespace) -> int:
     compare_clocks(nodes)
     compare_speeds(nodes)
     rows = table(nodes)
-    count = len([cell for row in rows.values() for cell in row.values() if cell.problem])
+    count = len([finding for row in rows.values() for finding in row.values() if finding.problem])
     verdict = f"{count} check{'s' if count > 1 else ''} failed." if count else "All checks passed."
     colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     note = about(network) if network else ""
@@ -409,7 +411,7 @@ def save(measured: Network | HostCost | None, path: Path, what: str, option: str
     print(f"\nWrote {path}; read it with: python -m t5bench predict {option} {path}")
 
 
-def check_all(nodes: Sequence[Node], python: str) -> Network | None:
+def check_all(nodes: Sequence[CheckedNode], python: str) -> Network | None:
     """Asks all nodes for everything; returns what was measured of the network."""
     # A launcher's plan for this host only, ignoring what the host lacks for a run.
     planned = accepted(plan({**os.environ, **ALONE}, "ddp"))
@@ -433,13 +435,13 @@ def check_all(nodes: Sequence[Node], python: str) -> Network | None:
     return measure_network(nodes, python, max(LEAST_NETWORK, left))
 
 
-def ask_everything(node: Node, python: str, question: Question, deadline: float) -> None:
+def ask_everything(node: CheckedNode, python: str, question: Question, deadline: float) -> None:
     """First what nodes must have in common, then whether the node is healthy, so that neither slows the other."""
     fill_in_facts(node, facts_of(node, python, question))
     seconds = min(health.SECONDS, deadline - time.monotonic() - CONNECT_SECONDS - 1)
-    if node.cells["reachable"].problem:
+    if node.findings["reachable"].problem:
         return
     if seconds < LEAST_HEALTH_SECONDS:
-        node.cells["health"] = Cell("not checked: slow")
+        node.findings["health"] = Finding("not checked: slow")
         return
     fill_in_health(node, health_of(node, python, question.device, seconds))

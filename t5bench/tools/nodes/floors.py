@@ -23,7 +23,7 @@ ALL_REDUCE_SHARE = 0.5
 
 
 @dataclass(frozen=True)
-class Measured:
+class ExpectedSpeed:
     """What healthy GPUs of a kind are known to reach."""
 
     device: str
@@ -38,15 +38,15 @@ class Measured:
 
 
 MEASURED = (
-    Measured("v100-16", None, 9, 110, (f"{AZNHC}nd40rs_v2.conf",)),
-    Measured("v100", None, 9, 110, (f"{AZNHC}nd40rs_v2.conf",)),
-    Measured("a100-40", 267.9, 21, 228, (MAMF, f"{AZNHC}nd96asr_v4.conf")),
-    Measured("a100", 267.9, 21, 228, (MAMF, f"{AZNHC}nd96amsr_a100_v4.conf")),
-    Measured("h100", 792.1, 48, 460, (MAMF, f"{AZNHC}nd96isr_h100_v5.conf")),
-    Measured("h100-nvl", None, 48, None, (f"{AZNHC}nc40ads_h100_v5.conf",)),
-    Measured("h200", 794.5, 48, 431, (MAMF, f"{AZNHC}nd96isr_h200_v5.conf")),
-    Measured("gh200", 821.0, None, None, (MAMF,)),
-    Measured("b200", 1745.0, None, None, (MAMF,)),
+    ExpectedSpeed("v100-16", None, 9, 110, (f"{AZNHC}nd40rs_v2.conf",)),
+    ExpectedSpeed("v100", None, 9, 110, (f"{AZNHC}nd40rs_v2.conf",)),
+    ExpectedSpeed("a100-40", 267.9, 21, 228, (MAMF, f"{AZNHC}nd96asr_v4.conf")),
+    ExpectedSpeed("a100", 267.9, 21, 228, (MAMF, f"{AZNHC}nd96amsr_a100_v4.conf")),
+    ExpectedSpeed("h100", 792.1, 48, 460, (MAMF, f"{AZNHC}nd96isr_h100_v5.conf")),
+    ExpectedSpeed("h100-nvl", None, 48, None, (f"{AZNHC}nc40ads_h100_v5.conf",)),
+    ExpectedSpeed("h200", 794.5, 48, 431, (MAMF, f"{AZNHC}nd96isr_h200_v5.conf")),
+    ExpectedSpeed("gh200", 821.0, None, None, (MAMF,)),
+    ExpectedSpeed("b200", 1745.0, None, None, (MAMF,)),
 )
 
 
@@ -70,7 +70,7 @@ def floors_of(name: str) -> Floors | None:
     device = device_of(name)
     if device is None:
         return None
-    measured = next((row for row in MEASURED if row.device == device.name), Measured(device.name))
+    measured = next((row for row in MEASURED if row.device == device.name), ExpectedSpeed(device.name))
     product = device.tensor * UNMEASURED_PRODUCT_SHARE
     if measured.product is not None:
         product = measured.product * PRODUCT_SHARE

@@ -6,8 +6,8 @@ import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
 
 from t5bench.record.gpus import GpuInventory
-from t5bench.record.tools import Answer
-from t5bench.tools.nodes.cell import Cell, Cells, Fault, judged
+from t5bench.record.tools import ToolAnswer
+from t5bench.tools.nodes.findings import Fault, Finding, Findings, judged
 
 SLOW_SECONDS = 3.0
 MOST_USED = 2 * 1024  # MiB before anything of ours runs
@@ -26,17 +26,17 @@ COOL = "Check fans, inlet temperature and power supplies"
 RESET = "Reset the GPU (nvidia-smi -r) or reboot the node; if it comes back, replace the GPU"
 
 
-def vendor_tool(answer: Answer, inventory: GpuInventory) -> Cell:
+def vendor_tool(answer: ToolAnswer, inventory: GpuInventory) -> Finding:
     """Whether nvidia-smi answers, and in time: a driver about to fail is slow first."""
     if answer.is_missing and not inventory.names:
-        return Cell("none")
+        return Finding("none")
     if answer.fault or inventory.fault:
         said = answer.fault or inventory.fault
         return judged("failed", [(said, "Check the driver: dmesg | grep NVRM; a reboot loads the installed version")])
     if answer.seconds > SLOW_SECONDS:
         remedy = "Keep the driver loaded (nvidia-smi -pm 1, or nvidia-persistenced); else reboot the node"
         return judged(f"{answer.seconds:.1f} s", [(f"nvidia-smi took {answer.seconds:.1f} s", remedy)])
-    return Cell(f"{answer.seconds:.1f} s")
+    return Finding(f"{answer.seconds:.1f} s")
 
 
 def _number(text: str | None) -> float | None:
@@ -93,11 +93,11 @@ def _users(gpu: ElementTree.Element) -> Iterator[str]:
             yield f"{name} (process {process.findtext('pid')}, {process.findtext('used_memory')})"
 
 
-def gpu_cells(answer: Answer, inventory: GpuInventory) -> Cells:
+def gpu_cells(answer: ToolAnswer, inventory: GpuInventory) -> Findings:
     """Rows from `nvidia-smi -q -x` of the GPUs that CUDA shows to a run."""
-    cells: Cells = {"vendor tool": vendor_tool(answer, inventory)}
+    findings: Findings = {"vendor tool": vendor_tool(answer, inventory)}
     if answer.fault or not inventory.names:
-        return cells
+        return findings
     try:
         gpus = ElementTree.fromstring(answer.output).findall("gpu")
     except ElementTree.ParseError as error:
@@ -119,6 +119,6 @@ def gpu_cells(answer: Answer, inventory: GpuInventory) -> Cells:
             uses.append((found, "Find what holds it: fuser -v /dev/nvidia*; else reset the GPU"))
     missing = wanted - {gpu.findtext("uuid") for gpu in gpus}
     states += [(f"nvidia-smi -q does not report {uuid}", RESET) for uuid in sorted(missing) if uuid]
-    cells["GPU state"] = judged("as it should be" if not states else "faults", states)
-    cells["GPU use"] = judged("free" if not uses else "in use", uses)
-    return cells
+    findings["GPU state"] = judged("as it should be" if not states else "faults", states)
+    findings["GPU use"] = judged("free" if not uses else "in use", uses)
+    return findings

@@ -23,9 +23,9 @@ from t5bench.record.gpus import GpuInventory, visible_gpus
 from t5bench.record.tools import ask
 from t5bench.text import guard_streams
 from t5bench.tools.nodes import gpu_state, host_state
-from t5bench.tools.nodes.cell import Cell, Cells, Fault, judged
+from t5bench.tools.nodes.findings import Fault, Finding, Findings, judged
 from t5bench.tools.nodes.floors import Floors, floors_of
-from t5bench.tools.nodes.host_state import Host
+from t5bench.tools.nodes.host_state import HostFiles
 from t5bench.tools.nodes.kernel_log import kernel_log
 
 SECONDS = 18.0  # for everything, and 30 with starting Python over ssh on a slow file system
@@ -50,7 +50,7 @@ SLOW = "Look for other programs, heat, a power limit or a narrow link; otherwise
 class Examination:
     """What a node says about itself."""
 
-    cells: Cells = field(default_factory=dict)
+    findings: Findings = field(default_factory=dict)
     """By row of the table."""
     kind: str = "cpu"
     """The GPU's name in nvidia-smi, or cpu."""
@@ -58,35 +58,35 @@ class Examination:
     """The slowest device's figures, by the names in SPEEDS."""
 
 
-def examine(device: str, host: Host, environ: Mapping[str, str], seconds: float) -> Examination:
+def examine(device: str, host: HostFiles, environ: Mapping[str, str], seconds: float) -> Examination:
     """All rows. What hangs is named and does not delay the others."""
     deadline = time.monotonic() + seconds
     throttled_before = host_state.throttle_counts(host)
     inventory = visible_gpus(environ)
     examination = Examination(kind=inventory.names[0] if inventory.names and device == "cuda" else "cpu")
     pool = ThreadPoolExecutor(12)
-    jobs: dict[str, Future[Cells]] = {}
+    jobs: dict[str, Future[Findings]] = {}
     for check in host_state.CHECKS:
         jobs[check.__name__.replace("_", " ")] = pool.submit(check, host, len(inventory.names))
     jobs["kernel log"] = pool.submit(lambda: {"kernel log": kernel_log(ask("dmesg", environ=environ), host.uptime)})
     jobs["vendor tool"] = pool.submit(_gpus, inventory, environ)
     jobs["speed"] = pool.submit(_speeds, examination, environ, deadline - 1)
-    cells = examination.cells
+    findings = examination.findings
     for name, job in jobs.items():
         try:
-            cells.update(job.result(max(0.1, deadline - time.monotonic())))
+            findings.update(job.result(max(0.1, deadline - time.monotonic())))
         except Late:
-            cells[name] = judged("no answer", [("no answer in time", "Something hangs: see the kernel log")])
+            findings[name] = judged("no answer", [("no answer in time", "Something hangs: see the kernel log")])
         except Exception as error:  # a fact that cannot be read is a line in the table, not the end of the check
-            cells[name] = Cell("unknown", f"{type(error).__name__}: {error}", "Investigate it on the node")
+            findings[name] = Finding("unknown", f"{type(error).__name__}: {error}", "Investigate it on the node")
     slowed = host_state.throttle_counts(host) - throttled_before
-    if slowed > 0 and "processors" in cells:
+    if slowed > 0 and "processors" in findings:
         problem = f"heat slowed the processors down {slowed} times during this check"
-        cells["processors"] = judged(cells["processors"].text, [(problem, gpu_state.COOL)])
+        findings["processors"] = judged(findings["processors"].text, [(problem, gpu_state.COOL)])
     return examination
 
 
-def _gpus(inventory: GpuInventory, environ: Mapping[str, str]) -> Cells:
+def _gpus(inventory: GpuInventory, environ: Mapping[str, str]) -> Findings:
     return gpu_state.gpu_cells(ask("nvidia-smi", "-q", "-x", seconds=TOOL_SECONDS, environ=environ), inventory)
 
 
@@ -112,7 +112,7 @@ def measured_speeds(device: str, environ: Mapping[str, str], deadline: float) ->
     return figures | ({"late": True} if is_late else {})
 
 
-def _speeds(examination: Examination, environ: Mapping[str, str], deadline: float) -> Cells:
+def _speeds(examination: Examination, environ: Mapping[str, str], deadline: float) -> Findings:
     kind = examination.kind
     figures = measured_speeds("cpu" if kind == "cpu" else "cuda", environ, deadline)
     history = History.of_this_machine(kind)
@@ -120,10 +120,10 @@ def _speeds(examination: Examination, environ: Mapping[str, str], deadline: floa
         values = values_of(figures, name)
         if values:
             examination.speeds[name] = min(values)
-    cells = judge_speeds(figures, kind, floors_of(kind), history.figures)
-    if not any(cell.problem for cell in cells.values()):
+    findings = judge_speeds(figures, kind, floors_of(kind), history.figures)
+    if not any(finding.problem for finding in findings.values()):
         history.add(figures)
-    return cells
+    return findings
 
 
 def values_of(figures: Mapping[str, Any], name: str) -> list[float]:
@@ -136,10 +136,10 @@ def values_of(figures: Mapping[str, Any], name: str) -> list[float]:
 
 def judge_speeds(
     figures: Mapping[str, Any], kind: str, floors: Floors | None, history: Sequence[Mapping[str, Any]]
-) -> Cells:
+) -> Findings:
     """Rows from measured figures. A kind of GPU without floors, and a CPU, is compared with this machine's own earlier
     figures; without any, the figures are only shown."""
-    cells: Cells = {}
+    findings: Findings = {}
     on_gpus = kind != "cpu"
     error = figures.get("error", "")
     if on_gpus and not error and figures.get("late"):
@@ -162,16 +162,16 @@ def judge_speeds(
             place = f"GPU {index}: " if len(values) > 1 else ""
             if least and measured < least:
                 faults.append((f"{place}{measured:.3g} {unit}; at least {least:.3g} are expected {origin}", SLOW))
-        cells[row] = judged(f"{min(values):.3g} {unit}", faults)
+        findings[row] = judged(f"{min(values):.3g} {unit}", faults)
     if error and on_gpus:
         remedy = "Check that torch is built for CUDA, the driver's version, and what uses the GPU's memory"
-        cells["matrix product"] = judged("failed", [(error, remedy)])
+        findings["matrix product"] = judged("failed", [(error, remedy)])
     if on_gpus and figures.get("clocks"):
-        cells["clocks under load"] = judge_clocks(figures["clocks"])
-    return cells
+        findings["clocks under load"] = judge_clocks(figures["clocks"])
+    return findings
 
 
-def judge_clocks(table: str) -> Cell:
+def judge_clocks(table: str) -> Finding:
     """From nvidia-smi's clock, highest clock and throttle reasons of each GPU, while all compute."""
     faults: list[Fault] = []
     lowest = ""
@@ -230,7 +230,7 @@ class History:
 def main() -> None:
     device = sys.argv[1]
     seconds = float(sys.argv[2])
-    examination = examine(device, Host(), os.environ, seconds)
+    examination = examine(device, HostFiles(), os.environ, seconds)
     print(json.dumps(asdict(examination) | {"clock": time.time()}), flush=True)
     os._exit(0)  # even if a thread hangs
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from t5bench.tools.nodes.cell import Cell, Cells, Fault, judged
+from t5bench.tools.nodes.findings import Fault, Finding, Findings, judged
 
 MIB = 2**20
 GIB = 2**30
@@ -24,7 +24,7 @@ UNLIMITED = 2**63 - 1
 
 
 @dataclass(frozen=True)
-class Host:
+class HostFiles:
     """Where the files of a host are; tests make a directory that looks like a host with a fault."""
 
     root: Path = Path("/")
@@ -66,7 +66,7 @@ class Host:
         return float(words[0]) if words else 0.0
 
 
-def _limits_of(host: Host) -> dict[str, tuple[int, int]]:
+def _limits_of(host: HostFiles) -> dict[str, tuple[int, int]]:
     """The soft and the hard limit of this process, by name."""
     limits = {}
     for line in host.text("proc/self/limits").splitlines():
@@ -77,7 +77,7 @@ def _limits_of(host: Host) -> dict[str, tuple[int, int]]:
     return limits
 
 
-def limits(host: Host, _: int) -> Cells:
+def limits(host: HostFiles, _: int) -> Findings:
     """Limits of a process that stop a run after it has started."""
     known = _limits_of(host)
     faults: list[Fault] = []
@@ -98,7 +98,7 @@ def limits(host: Host, _: int) -> Cells:
     return {"limits": judged(text, faults)}
 
 
-def _group_faults(host: Host) -> Iterator[Fault]:
+def _group_faults(host: HostFiles) -> Iterator[Fault]:
     """Limits of the control group, which a container or SLURM sets."""
     for group in _control_groups(host):
         most = host.number(f"{group}/pids.max")
@@ -113,14 +113,14 @@ def _group_faults(host: Host) -> Iterator[Fault]:
             yield found, "Ask for more memory (SLURM: --mem=0, docker: --memory)"
 
 
-def _control_groups(host: Host) -> list[str]:
+def _control_groups(host: HostFiles) -> list[str]:
     """This process's group, and the one that a container sees as its root."""
     match = re.search(r"^0::(/.*)$", host.text("proc/self/cgroup"), re.MULTILINE)
     own = f"sys/fs/cgroup{match[1]}".rstrip("/") if match else "sys/fs/cgroup"
     return list(dict.fromkeys([own, "sys/fs/cgroup"]))
 
 
-def shared_memory(host: Host, _: int) -> Cells:
+def shared_memory(host: HostFiles, _: int) -> Findings:
     """/dev/shm, against what a machine of this size has by default: half of its memory."""
     space = host.space("dev/shm")
     if space is None:
@@ -138,7 +138,7 @@ def shared_memory(host: Host, _: int) -> Cells:
     return {"shared memory": judged(f"{total / GIB:.0f} GiB", faults)}
 
 
-def temporary_files(host: Host, _: int) -> Cells:
+def temporary_files(host: HostFiles, _: int) -> Findings:
     """TMPDIR, where torch, its compilers and Python's processes put their files."""
     directory = os.environ.get("TMPDIR", "/tmp")
     space = host.space(directory.lstrip("/"))
@@ -152,7 +152,7 @@ def temporary_files(host: Host, _: int) -> Cells:
     return {"temporary files": judged(f"{space[1] / GIB:.0f} GiB free", faults)}
 
 
-def processors(host: Host, gpus: int) -> Cells:
+def processors(host: HostFiles, gpus: int) -> Findings:
     """How many this process may use, and whether they may run at full speed."""
     usable = float(host.affinity())
     faults: list[Fault] = []
@@ -180,7 +180,7 @@ def processors(host: Host, gpus: int) -> Cells:
     return {"processors": judged(f"{usable:g}", faults, {"model": model, "number": f"{usable:g}"})}
 
 
-def network_cards(host: Host, _: int) -> Cells:
+def network_cards(host: HostFiles, _: int) -> Findings:
     """Ports of InfiniBand that are half up, Ethernet in half duplex, and packets that arrive damaged."""
     faults: list[Fault] = []
     active = 0
@@ -205,11 +205,11 @@ def network_cards(host: Host, _: int) -> Cells:
             found = f"{name} received {damaged:,} damaged packets of {received:,}"
             faults.append((found, "Check the cable and the transceiver: ethtool -S"))
     if not ports and not faults:
-        return {"network cards": Cell("Ethernet")}
+        return {"network cards": Finding("Ethernet")}
     return {"network cards": judged(f"{active} InfiniBand" if ports else "Ethernet", faults)}
 
 
-def throttle_counts(host: Host) -> int:
+def throttle_counts(host: HostFiles) -> int:
     """How often the processors were slowed down because of heat since the machine started."""
     counts = host.glob("sys/devices/system/cpu/cpu[0-9]*/thermal_throttle/core_throttle_count")
     return sum(host.number(str(path.relative_to(host.root))) or 0 for path in counts)

@@ -3,9 +3,9 @@
 import re
 from dataclasses import dataclass
 
-from t5bench.record.tools import Answer
+from t5bench.record.tools import ToolAnswer
 from t5bench.text import visible
-from t5bench.tools.nodes.cell import Cell, Fault, judged
+from t5bench.tools.nodes.findings import Fault, Finding, judged
 
 HOUR = 3600.0
 DAY = 24 * HOUR
@@ -125,9 +125,9 @@ def faults_in(log: str, uptime: float) -> list[Fault]:
     return faults
 
 
-def kernel_log(answer: Answer, uptime: float) -> Cell:
+def kernel_log(answer: ToolAnswer, uptime: float) -> Finding:
     """The row about the answer of dmesg. Where only root may read the log, that is no fault of the node."""
     if answer.fault:
-        return Cell("not readable")
+        return Finding("not readable")
     faults = faults_in(answer.output, uptime)
     return judged("errors" if faults else "clean", faults)

@@ -1,6 +1,6 @@
 """What a node reports about itself: check.py runs this module there.
 
-argv[1] is a Question as JSON. Prints a JSON object: ``cells``, a Cell for each row of the table, ``free_port`` (null if
+argv[1] is a Question as JSON. Prints a JSON object: ``findings``, one for each row of the table, ``free_port`` (null if
 none is free), and ``clock`` (in seconds since 1970). It needs only the standard library.
 """
 
@@ -27,7 +27,7 @@ from t5bench.record import machine
 from t5bench.record.gpus import visible_gpus
 from t5bench.record.hosts import addresses_of, is_loopback, own_name_fault
 from t5bench.text import guard_streams
-from t5bench.tools.nodes.cell import Cell, Cells
+from t5bench.tools.nodes.findings import Finding, Findings
 
 GIB = 2**30
 LEAST_DISK = 1 * GIB  # logs of many runs; checkpoints of the large model take several times more
@@ -68,22 +68,22 @@ def digest(*places: Path) -> str:
     return checksum.hexdigest() if files else ""
 
 
-def address(asked: Question) -> Cells:
+def address(asked: Question) -> Findings:
     own = socket.gethostname()
     master = asked.hosts[0]
     addresses = addresses_of(own)
     problem, remedy = own_name_fault(own, addresses)
     if len(asked.hosts) > 1 and problem:
-        return {"address": Cell("own name", problem, remedy)}
+        return {"address": Finding("own name", problem, remedy)}
     masters = addresses_of(master)
     if asked.host != master and all(map(is_loopback, masters)) and not is_loopback(asked.host):
         problem = f"the master's name {master} resolves to {', '.join(masters) or 'nothing'} on this node"
         remedy = f"Add it to /etc/hosts of {asked.host}, or use the master's address in HOSTS"
-        return {"address": Cell("no master", problem, remedy)}
-    return {"address": Cell(next((address for address in addresses if not is_loopback(address)), own))}
+        return {"address": Finding("no master", problem, remedy)}
+    return {"address": Finding(next((address for address in addresses if not is_loopback(address)), own))}
 
 
-def repository(_: Question) -> Cells:
+def repository(_: Question) -> Findings:
     state = machine.checkout(REPOSITORY)
     content = digest(*(REPOSITORY / folder for folder in SOURCES))
     text = state.commit[:8] if state.commit else f"files {content[:8]}"
@@ -91,55 +91,55 @@ def repository(_: Question) -> Cells:
         remedy = (
             f"If the directory may be trusted: git config --global --add safe.directory {shlex.quote(str(REPOSITORY))}"
         )
-        return {"repository": Cell(text, f"git: {state.fault}", remedy if "ownership" in state.fault else "")}
+        return {"repository": Finding(text, f"git: {state.fault}", remedy if "ownership" in state.fault else "")}
     same = {"commit": state.commit or "", "files": content}
-    return {"repository": Cell(f"{text} changed" if state.is_changed else text, same=same)}
+    return {"repository": Finding(f"{text} changed" if state.is_changed else text, same=same)}
 
 
-def engine(asked: Question) -> Cells:
+def engine(asked: Question) -> Findings:
     if not asked.engine_directory:
-        return {"engine": Cell("native")}
+        return {"engine": Finding("native")}
     directory = Path(asked.engine_directory)
     state = state_of(directory)
     if state in (SERIES, FIXES_ALONE):
-        return {"engine": Cell(state, same={"patches": state})}
+        return {"engine": Finding(state, same={"patches": state})}
     setup = f"Run on {asked.host}: MEGATRON_DIR={shlex.quote(str(directory))} bash scripts/setup_megatron.sh"
-    return {"engine": Cell(state, f"the Megatron-DeepSpeed checkout at {directory} is {state}", setup)}
+    return {"engine": Finding(state, f"the Megatron-DeepSpeed checkout at {directory} is {state}", setup)}
 
 
-def libraries(_: Question) -> Cells:
+def libraries(_: Question) -> Findings:
     installed = {name: version or "none" for name, version in machine.versions().items()}
     problems = {name: f"{name} is not installed for the Python of this check" for name in REQUIRED}
     return {
-        name: Cell(version, problems.get(name, "") if version == "none" else "", same={"version": version})
+        name: Finding(version, problems.get(name, "") if version == "none" else "", same={"version": version})
         for name, version in installed.items()
     }
 
 
-def data(asked: Question) -> Cells:
+def data(asked: Question) -> Findings:
     prefix = Path(asked.data_prefix)
     try:
         read_index(prefix)
     except Problem as problem:
-        return {"data": Cell("missing or damaged", str(problem))}
+        return {"data": Finding("missing or damaged", str(problem))}
     same = {path.suffix: digest(path) for path in dataset_paths(prefix)}
     same["tokenizer"] = digest(prefix.parent / "tokenizer")
-    return {"data": Cell(f"{Path(f'{prefix}.bin').stat().st_size / 1e6:.1f} MB {same['.idx'][:8]}", same=same)}
+    return {"data": Finding(f"{Path(f'{prefix}.bin').stat().st_size / 1e6:.1f} MB {same['.idx'][:8]}", same=same)}
 
 
-def gpus(asked: Question) -> Cells:
+def gpus(asked: Question) -> Findings:
     devices = machine.gpus(os.environ)
     if not devices:
         inventory = visible_gpus(os.environ)
         problem = inventory.why if asked.device == "cuda" or inventory.fault else ""
-        return {"GPUs": Cell("no GPU", problem, same={"GPUs": ""})}
+        return {"GPUs": Finding("no GPU", problem, same={"GPUs": ""})}
     kinds = set()
     for device in devices:
         memory = f" {round(device['memory_mib'] / 1024)} GiB" if device["memory_mib"] else ""
         kinds.add(device["name"].removeprefix("NVIDIA ") + memory)
     text = f"{len(devices)} x {' + '.join(sorted(kinds))}"
     driver = ", ".join(sorted({device["driver"] for device in devices}))
-    return {"GPUs": Cell(text, same={"GPUs": text}), "driver": Cell(driver, same={"driver": driver})}
+    return {"GPUs": Finding(text, same={"GPUs": text}), "driver": Finding(driver, same={"driver": driver})}
 
 
 def is_free(port: int) -> bool:
@@ -150,58 +150,62 @@ def is_free(port: int) -> bool:
     return True
 
 
-def ports(asked: Question) -> Cells:
+def ports(asked: Question) -> Findings:
     """The rendezvous ports that are in use. Only the master's are needed."""
     taken = ", ".join(str(port) for port in asked.ports if not is_free(port))
     problem = f"rendezvous ports are in use: {taken}" if taken and asked.host == asked.hosts[0] else ""
     remedy = "Stop what listens there (an earlier run? ss -ltnp), or use another port on every node: MASTER_PORT=29900"
-    return {"ports": Cell(f"{taken} taken" if taken else "free", problem, remedy)}
+    return {"ports": Finding(f"{taken} taken" if taken else "free", problem, remedy)}
 
 
-def disk(asked: Question) -> Cells:
+def disk(asked: Question) -> Findings:
     wanted = Path(asked.output_directory)
     path = next(path for path in (wanted, *wanted.parents) if path.exists())
     try:
         tempfile.TemporaryFile(dir=path).close()  # what is writable may still have no inode, or be a file
     except OSError as error:
-        return {"disk": Cell("not writable", f"cannot write to {path}: {error.strerror}", "Choose another OUTPUT_DIR")}
+        return {
+            "disk": Finding("not writable", f"cannot write to {path}: {error.strerror}", "Choose another OUTPUT_DIR")
+        }
     free = shutil.disk_usage(path).free
     problem = f"only {free / GIB:.1f} GiB are free at {path}" if free < LEAST_DISK else ""
-    return {"disk": Cell(f"{free / GIB:.0f} GiB free", problem, "Free some space, or put OUTPUT_DIR on a larger disk")}
+    return {
+        "disk": Finding(f"{free / GIB:.0f} GiB free", problem, "Free some space, or put OUTPUT_DIR on a larger disk")
+    }
 
 
-def memory(asked: Question) -> Cells:
+def memory(asked: Question) -> Findings:
     sizes = dict(re.findall(r"^(\w+): +(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE))
     total = int(sizes["MemTotal"]) * 1024
     available = int(sizes["MemAvailable"]) * 1024
     problem = f"only {available / GIB:.1f} GiB of memory are available" if available < LEAST_MEMORY else ""
     text = f"{available / GIB:.0f} of {total / GIB:.0f} GiB"
-    return {"memory": Cell(text, problem, f"Stop what fills the memory of {asked.host}")}
+    return {"memory": Finding(text, problem, f"Stop what fills the memory of {asked.host}")}
 
 
 FACTS = (address, repository, engine, libraries, data, gpus, ports, disk, memory)
 
 
-def look(asked: Question) -> Cells:
+def look(asked: Question) -> Findings:
     """All facts, in order. One that hangs, for example because of a lost file system, does not delay the others."""
     pool = ThreadPoolExecutor(len(FACTS))
     futures = {fact.__name__: pool.submit(fact, asked) for fact in FACTS}
     wait(futures.values(), SECONDS)
-    cells: Cells = {}
+    findings: Findings = {}
     for name, future in futures.items():
         if not future.done():
             remedy = f"Something hangs on {asked.host}, perhaps a file system: check with df"
-            cells[name] = Cell("no answer", "no answer in time", remedy)
+            findings[name] = Finding("no answer", "no answer in time", remedy)
         elif error := future.exception():
-            cells[name] = Cell("unknown", f"{type(error).__name__}: {error}", f"Investigate it on {asked.host}")
+            findings[name] = Finding("unknown", f"{type(error).__name__}: {error}", f"Investigate it on {asked.host}")
         else:
-            cells |= future.result()
-    return cells
+            findings |= future.result()
+    return findings
 
 
 def main() -> None:
     asked = Question(**json.loads(sys.argv[1]))
-    answer: dict[str, Any] = {"cells": {row: asdict(cell) for row, cell in look(asked).items()}}
+    answer: dict[str, Any] = {"findings": {row: asdict(finding) for row, finding in look(asked).items()}}
     answer["free_port"] = next(filter(is_free, asked.ports), None)
     answer["clock"] = time.time()
     print(json.dumps(answer), flush=True)

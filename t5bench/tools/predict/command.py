@@ -15,7 +15,7 @@ from t5bench.arguments import at_least
 from t5bench.compare.comparable import gpu_names
 from t5bench.compare.rows import Row, make_row
 from t5bench.costmodel import schedule, time
-from t5bench.costmodel.calibration import Calibrated, Measured, calibrate
+from t5bench.costmodel.calibration import Calibrated, MeasuredTime, calibrate
 from t5bench.costmodel.evidence import check, grid, intervals, tutorials
 from t5bench.costmodel.job import Job
 from t5bench.costmodel.machine import GIB, Link, device_of
@@ -339,7 +339,7 @@ def calibration(args: argparse.Namespace) -> Calibration:
     return Calibration(first, known.slower, is_of_cpu, known)
 
 
-def measured_time(args: argparse.Namespace, path: Path) -> Measured:
+def measured_time(args: argparse.Namespace, path: Path) -> MeasuredTime:
     """A run's time, and the machine that it ran on. Raises Problem."""
     row = measured_row(path)
     if not row.milliseconds:
@@ -351,7 +351,7 @@ def measured_time(args: argparse.Namespace, path: Path) -> Measured:
         latency = None if args.calibrate_network else args.latency
         link = link_of(args.calibrate_network, args.calibrate_link, latency)
     prediction = predicted(of_the_run, row.run.plan, row, link=link)
-    return Measured(prediction.job, prediction.machine, row.milliseconds.median / 1000, prediction.backend)
+    return MeasuredTime(prediction.job, prediction.machine, row.milliseconds.median / 1000, prediction.backend)
 
 
 def show(entries: Sequence[Entry], refused: Mapping[str, str], elsewhere: Sequence[str]) -> None:

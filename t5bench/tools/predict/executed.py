@@ -16,7 +16,7 @@ MOST_MEMORY_ERROR = 0.02
 
 
 @dataclass(frozen=True)
-class Comparison:
+class ExecutedRank:
     """One executed rank against the model."""
 
     strategy: str
@@ -54,7 +54,7 @@ def on_gpus(job: Job, gpus: int | None) -> Job:
     return replace(job.on(data=data, devices_per_node=min(8, gpus)), global_batch=-(-least // step) * step)
 
 
-def compare(strategy: str, job: Job, rank: int) -> Comparison:
+def compare(strategy: str, job: Job, rank: int) -> ExecutedRank:
     """Executes a rank in a process of its own, because DeepSpeed keeps the process groups of a process for ever."""
     from t5bench.tools.predict import execution
 
@@ -62,7 +62,7 @@ def compare(strategy: str, job: Job, rank: int) -> Comparison:
     with multiprocessing.get_context("fork").Pool(1) as pool:
         executed = pool.apply(execution.execute, (job, rank))
     allocated, peak = execution.memory(job, rank)
-    return Comparison(
+    return ExecutedRank(
         strategy=strategy,
         world=job.parallel.world,
         rank=rank,
@@ -102,11 +102,11 @@ def run(jobs: Sequence[tuple[str, Job]], gpus: int | None, rank: int | None, as_
     return int(not all(one.is_equal for one in comparisons))
 
 
-def _json(comparison: Comparison) -> dict[str, Any]:
+def _json(comparison: ExecutedRank) -> dict[str, Any]:
     return vars(comparison) | {"memory_error": comparison.memory_error, "is_equal": comparison.is_equal}
 
 
-def show(comparisons: Sequence[Comparison], refused: dict[str, str]) -> None:
+def show(comparisons: Sequence[ExecutedRank], refused: dict[str, str]) -> None:
     cells = [
         (
             one.strategy,

@@ -49,7 +49,7 @@ class HollowTensors(TorchDispatchMode):
         layouts, shape_of_result = self._layout(function, leaves, structure)
         if not tensors and sum(map(_elements, layouts)) <= SMALL:
             return function(*args, **kwargs)
-        made = [layout if not isinstance(layout, Layout) else layout.new() for layout in layouts]
+        made = [layout if not isinstance(layout, TensorSpec) else layout.new() for layout in layouts]
         return tree_unflatten(made, shape_of_result)
 
     def _layout(self, function: Any, leaves: Sequence[Any], structure: Any) -> tuple[list[Any], Any]:
@@ -61,11 +61,14 @@ class HollowTensors(TorchDispatchMode):
             if has_device and (not any(isinstance(leaf, Tensor) for leaf in leaves) or kwargs.get("device")):
                 kwargs = kwargs | {"device": torch.device("meta")}
             results, shape = tree_flatten(function(*args, **kwargs))
-            self._layouts[key] = [Layout(result) if isinstance(result, Tensor) else result for result in results], shape
+            self._layouts[key] = (
+                [TensorSpec(result) if isinstance(result, Tensor) else result for result in results],
+                shape,
+            )
         return self._layouts[key]
 
 
-class Layout:
+class TensorSpec:
     """What a new tensor needs."""
 
     def __init__(self, tensor: Tensor) -> None:
@@ -83,7 +86,7 @@ def _is_float(dtype: torch.dtype | None) -> bool:
 
 
 def _elements(layout: Any) -> int:
-    return layout.size.numel() if isinstance(layout, Layout) else 0
+    return layout.size.numel() if isinstance(layout, TensorSpec) else 0
 
 
 def _key(leaf: Any) -> Any:

@@ -12,7 +12,7 @@ from pathlib import Path
 from t5bench import Problem, note, raise_on_signals
 from t5bench.arguments import at_least
 from t5bench.costmodel.prediction import with_link
-from t5bench.costmodel.search import Expected, Option, Outcome, Search, Standing, steps
+from t5bench.costmodel.search import Expected, Option, Search, SearchRun, Standing, steps
 from t5bench.plan import run_lock
 from t5bench.plan.asked import LAYOUT_SETTINGS, asked_model, asked_size, default_batch, device_for, host_of, link_of
 from t5bench.plan.launchers import ENGINES, accepted
@@ -21,7 +21,7 @@ from t5bench.record.plan import Plan
 from t5bench.sweep.launch import BASELINE, Launch, PlannedRun
 from t5bench.tools.search import parity
 from t5bench.tools.search.picture import draw
-from t5bench.tools.search.runs import Memory, Moment, Runner, name_of, remembered
+from t5bench.tools.search.runs import Moment, Runner, SearchState, name_of, remembered
 
 CHOSEN = ("TP_SIZE", "PP_SIZE", "MICRO_BATCH_SIZE", "RECOMPUTE", "TRAIN_ITERS", "LOG_INTERVAL")
 PICTURE = "search.svg"
@@ -129,7 +129,7 @@ def question(args: argparse.Namespace, planned: Plan, candidate: Candidate) -> d
     }
 
 
-def budget(args: argparse.Namespace, memory: Memory) -> Callable[[Search], bool]:
+def budget(args: argparse.Namespace, memory: SearchState) -> Callable[[Search], bool]:
     """Whether another run may begin: one is expected to take as long as those before it."""
 
     def may_go_on(search: Search) -> bool:
@@ -148,7 +148,7 @@ def found(
     """Searches until the named layout trains as DDP does, too. Raises Problem and Interrupted."""
     memory = runner.memory
 
-    def measure(option: Option) -> Outcome | None:
+    def measure(option: Option) -> SearchRun | None:
         return runner.measure(option.name, by_name[option.name])
 
     while True:
@@ -178,7 +178,7 @@ def found(
     return standing
 
 
-def progress(standing: Standing, by_name: Mapping[str, Candidate], memory: Memory) -> str:
+def progress(standing: Standing, by_name: Mapping[str, Candidate], memory: SearchState) -> str:
     """One line."""
     named = by_name[standing.named.option.name].title
     if not standing.runs:
@@ -195,7 +195,7 @@ def print_left(standing: Standing, by_name: Mapping[str, Candidate]) -> None:
         print(f"  {by_name[each.option.name].title}, predicted {each.seconds:.4g} s")
 
 
-def report(standing: Standing, by_name: Mapping[str, Candidate], memory: Memory, runs_dir: Path) -> None:
+def report(standing: Standing, by_name: Mapping[str, Candidate], memory: SearchState, runs_dir: Path) -> None:
     def line(each: Expected) -> str:
         return f"{by_name[each.option.name].title}: {each.seconds:.4g} s an iteration"
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from t5bench import Problem, note
 from t5bench.compare.interval import MOST_INDEPENDENT
 from t5bench.compare.statistics import timing
-from t5bench.costmodel.search import Outcome
+from t5bench.costmodel.search import SearchRun
 from t5bench.given_files import read_json
 from t5bench.plan.space import Candidate
 from t5bench.record.files import RecordError
@@ -38,12 +38,12 @@ class Moment:
 
 
 @dataclass
-class Memory:
+class SearchState:
     """What a search has spent and learnt; an interrupted one continues from it."""
 
     question: Mapping[str, str]
     """What is searched: another question needs another directory."""
-    outcomes: dict[str, Outcome] = field(default_factory=dict)
+    outcomes: dict[str, SearchRun] = field(default_factory=dict)
     """Of layouts that ran, by name, in the order of their runs."""
     failed: dict[str, str] = field(default_factory=dict)
     """Why a layout cannot run, or does not train as DDP does."""
@@ -59,12 +59,12 @@ class Memory:
         temporary.rename(runs_dir / STATE)
 
 
-def remembered(runs_dir: Path, question: Mapping[str, str]) -> Memory:
+def remembered(runs_dir: Path, question: Mapping[str, str]) -> SearchState:
     """What an earlier search in this directory learnt. Raises Problem if it had another question."""
     path = runs_dir / STATE
     if not path.exists():
-        return Memory(question)
-    earlier: Memory = read_json(path, Memory, "Choose another RUNS_DIR")
+        return SearchState(question)
+    earlier: SearchState = read_json(path, SearchState, "Choose another RUNS_DIR")
     other = [name for name in {**question, **earlier.question} if question.get(name) != earlier.question.get(name)]
     if other:
         then = earlier.question.get(other[0], "unset")
@@ -86,9 +86,9 @@ class Runner:
     runs_dir: Path
     over_ssh: bool
     iterations: int
-    memory: Memory
+    memory: SearchState
 
-    def measure(self, name: str, candidate: Candidate) -> Outcome | None:
+    def measure(self, name: str, candidate: Candidate) -> SearchRun | None:
         """Makes a short run; None if that cannot run. Raises Problem and Interrupted."""
         started = time.monotonic()
         settings = candidate.settings() | {"TRAIN_ITERS": str(self.iterations), "LOG_INTERVAL": "1"}
@@ -132,7 +132,7 @@ class Runner:
         return "" if record.status == COMPLETE else f"{record.status}: {record.reason}"
 
 
-def outcome_of(directory: Path) -> Outcome:
+def outcome_of(directory: Path) -> SearchRun:
     """What a complete run measured. However many its iterations, they see few states of the machine. Raises Problem."""
     run = load(directory)
     timed = timing(run.iterations, run.plan)
@@ -141,4 +141,4 @@ def outcome_of(directory: Path) -> Outcome:
     lower, upper = timed.spread
     deviation = log(upper / lower) / BETWEEN_QUARTILES
     independent = min(len(timed.used), MOST_INDEPENDENT)
-    return Outcome(timed.milliseconds.median / 1000, OF_A_MEDIAN * deviation / sqrt(independent))
+    return SearchRun(timed.milliseconds.median / 1000, OF_A_MEDIAN * deviation / sqrt(independent))

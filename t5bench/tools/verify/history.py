@@ -18,7 +18,7 @@ from t5bench.arguments import at_least
 from t5bench.report.tables import mark, rounded
 from t5bench.text import visible
 from t5bench.tools.verify.trends import (
-    Point,
+    PackageRow,
     changes,
     histories,
     history_rows,
@@ -42,7 +42,7 @@ def _table(rows: Sequence[Mapping[str, str]]) -> str:
     return tabulate(rows, headers="keys", disable_numparse=True)
 
 
-def text_of(points: Sequence[Point], price: float | None) -> str:
+def text_of(points: Sequence[PackageRow], price: float | None) -> str:
     """What the terminal shows."""
     parts = []
     for history in histories(points):
@@ -56,11 +56,11 @@ def text_of(points: Sequence[Point], price: float | None) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def mark_of_alone(points: Sequence[Point]) -> str:
+def mark_of_alone(points: Sequence[PackageRow]) -> str:
     return next(mark(point.row) for point in points if point.row.alone)
 
 
-def as_json(points: Sequence[Point], price: float | None) -> dict[str, Any]:
+def as_json(points: Sequence[PackageRow], price: float | None) -> dict[str, Any]:
     """The same for programs, in the units that the keys name."""
     return {
         "histories": [
@@ -102,7 +102,7 @@ def as_json(points: Sequence[Point], price: float | None) -> dict[str, Any]:
     }
 
 
-def write_page(points: Sequence[Point], price: float | None, path: Path) -> None:
+def write_page(points: Sequence[PackageRow], price: float | None, path: Path) -> None:
     """One HTML file that asks nothing of any network. Raises Problem."""
     from t5bench.tools.verify.history_page import render
 

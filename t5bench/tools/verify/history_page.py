@@ -11,14 +11,14 @@ from matplotlib.axes import Axes
 from matplotlib.dates import AutoDateLocator, ConciseDateFormatter
 from matplotlib.figure import Figure
 
-from t5bench.tools.verify.trends import Point, Scaled, histories, history_rows, scaling, scaling_rows
+from t5bench.tools.verify.trends import PackageRow, Scaled, histories, history_rows, scaling, scaling_rows
 
 HERE = Path(__file__).parent
 INK = "#7a808c"  # readable on light and on dark paper
 COLOURS = {"ink": INK}  # of a strategy that takes the page's own
 
 
-def render(points: Sequence[Point], price: float | None) -> str:
+def render(points: Sequence[PackageRow], price: float | None) -> str:
     environment = Environment(loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined)
     curves = list(scaling(points))
     drawings = [_svg(_over_time(history)) for history in histories(points) if len(history) > 1]
@@ -31,12 +31,12 @@ def render(points: Sequence[Point], price: float | None) -> str:
     )
 
 
-def _colour(point: Point) -> str:
+def _colour(point: PackageRow) -> str:
     colour = point.run.plan.strategy.colour
     return COLOURS.get(colour, colour)
 
 
-def _over_time(history: Sequence[Point]) -> Figure:
+def _over_time(history: Sequence[PackageRow]) -> Figure:
     """Throughput with its intervals at the times at which the runs began."""
     times = [datetime.fromisoformat(point.started.replace("Z", "+00:00")) for point in history]
     figure, axes = _axes(f"{history[0].row.label}, {history[0].run.world_size} processes: samples/s")

@@ -75,7 +75,7 @@ _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 @dataclass(frozen=True)
-class Text:
+class LogLine:
     """A line of a node's log. place: its file's name and its number."""
 
     place: str
@@ -97,14 +97,14 @@ class Evidence:
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        self.logs: dict[int, list[Text]] = {}
+        self.logs: dict[int, list[LogLine]] = {}
         for part in run.nodes:
             path = run.directory / f"node{part['node']}.log"
-            lines = [Text(PurePosixPath(place).name, time, text) for place, time, text in log_lines(path)]
+            lines = [LogLine(PurePosixPath(place).name, time, text) for place, time, text in log_lines(path)]
             self.logs[part["node"]] = lines
 
     @property
-    def texts(self) -> Iterator[Text]:
+    def texts(self) -> Iterator[LogLine]:
         for lines in self.logs.values():
             yield from lines
 

@@ -29,7 +29,7 @@ SIZES = ("world_size", "nodes", "GLOBAL_BATCH_SIZE", "batch")
 
 
 @dataclass(frozen=True)
-class Point:
+class PackageRow:
     """A row of one package."""
 
     place: str
@@ -76,7 +76,7 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Change:
+class TrendChange:
     """How a point differs from the one before it."""
 
     ratio: Estimate
@@ -103,8 +103,8 @@ class Scaled:
 
     kind: str
     """"strong": the same global batch; "weak": the same batch per process."""
-    point: Point
-    smallest: Point
+    point: PackageRow
+    smallest: PackageRow
 
     @property
     def speed_up(self) -> float:
@@ -116,7 +116,7 @@ class Scaled:
         return self.speed_up * self.smallest.run.world_size / self.point.run.world_size
 
 
-def points_of(place: str) -> list[Point]:
+def points_of(place: str) -> list[PackageRow]:
     """The rows that have a time, of a package or of the runs below a directory. Raises Problem."""
     if Path(place).is_file():
         with tempfile.TemporaryDirectory() as unpacked:
@@ -133,13 +133,13 @@ def points_of(place: str) -> list[Point]:
     for label, part in zip(labels(parts), parts, strict=True):
         row = make_row(label, part)
         if row.samples_per_second:
-            points.append(Point(place, row, power_of(row)))
+            points.append(PackageRow(place, row, power_of(row)))
     return points
 
 
-def points_of_all(places: Sequence[str]) -> list[Point]:
+def points_of_all(places: Sequence[str]) -> list[PackageRow]:
     """The rows of all places. Runs that an earlier place already gave count once, and that is said. Raises Problem."""
-    points: list[Point] = []
+    points: list[PackageRow] = []
     for place in places:
         of_place = points_of(place)
         for other in dict.fromkeys(point.place for point in points):
@@ -153,7 +153,7 @@ def points_of_all(places: Sequence[str]) -> list[Point]:
     return points
 
 
-def _are_the_same_runs(one: Point, other: Point) -> bool:
+def _are_the_same_runs(one: PackageRow, other: PackageRow) -> bool:
     """No two runs have every iteration at the same moment."""
     return [run.iterations for run in one.row.runs] == [run.iterations for run in other.row.runs]
 
@@ -168,42 +168,42 @@ def power_of(row: Row) -> float | None:
     return sum(known) / len(known) if known and len(known) == len(watts) else None
 
 
-def _job(point: Point, without: Sequence[str] = ()) -> tuple[Any, ...]:
+def _job(point: PackageRow, without: Sequence[str] = ()) -> tuple[Any, ...]:
     """What two points share if they are the same job."""
     facts = {name: value for name, value in distinctions(point.run).items() if name not in without}
     return (point.run.strategy, *sorted((name, str(value)) for name, value in facts.items()))
 
 
-def histories(points: Sequence[Point]) -> list[list[Point]]:
+def histories(points: Sequence[PackageRow]) -> list[list[PackageRow]]:
     """The points of each job in the order of time."""
-    by_job: dict[tuple[Any, ...], list[Point]] = {}
+    by_job: dict[tuple[Any, ...], list[PackageRow]] = {}
     for point in sorted(points, key=lambda point: point.started):
         by_job.setdefault(_job(point), []).append(point)
     return sorted(by_job.values(), key=lambda history: (history[0].run.world_size, history[0].run.plan.strategy.port))
 
 
-def changes(history: Sequence[Point]) -> list[Change | None]:
+def changes(history: Sequence[PackageRow]) -> list[TrendChange | None]:
     """How each point differs from the one before; None for the first."""
-    following: list[Change | None] = [None]
+    following: list[TrendChange | None] = [None]
     for before, after in pairwise(history):
-        following.append(Change(after.speed.over(before.speed)))
+        following.append(TrendChange(after.speed.over(before.speed)))
     return following
 
 
-def scaling(points: Sequence[Point]) -> Iterator[list[Scaled]]:
+def scaling(points: Sequence[PackageRow]) -> Iterator[list[Scaled]]:
     """The curves of jobs that ran on several numbers of processes, the latest point of each number."""
     latest = [history[-1] for history in histories(points)]
-    by_job: dict[tuple[Any, ...], list[Point]] = {}
+    by_job: dict[tuple[Any, ...], list[PackageRow]] = {}
     for point in latest:
         by_job.setdefault(_job(point, SIZES), []).append(point)
     for alike in by_job.values():
         yield from _curves(alike)
 
 
-def _curves(alike: Sequence[Point]) -> Iterator[list[Scaled]]:
+def _curves(alike: Sequence[PackageRow]) -> Iterator[list[Scaled]]:
     """The strong and the weak curves of points that differ in their sizes alone."""
-    strong: dict[Any, list[Point]] = {}
-    weak: dict[Any, list[Point]] = {}
+    strong: dict[Any, list[PackageRow]] = {}
+    weak: dict[Any, list[PackageRow]] = {}
     for point in sorted(alike, key=lambda point: point.run.world_size):
         strong.setdefault(point.row.batch, []).append(point)
         weak.setdefault(point.row.batch / point.run.world_size, []).append(point)
@@ -216,11 +216,11 @@ def _curves(alike: Sequence[Point]) -> Iterator[list[Scaled]]:
 # ---- words -----------------------------------------------------------------------------------------------------------
 
 
-def title_of(point: Point) -> str:
+def title_of(point: PackageRow) -> str:
     return f"{point.row.label}, {processes(point.run.world_size)}"
 
 
-def history_rows(history: Sequence[Point], price: float | None) -> list[dict[str, str]]:
+def history_rows(history: Sequence[PackageRow], price: float | None) -> list[dict[str, str]]:
     """A table's rows. Columns in which no point says anything are left out."""
     rows = []
     for point, change in zip(history, changes(history), strict=True):

@@ -8,8 +8,8 @@ import pytest
 from t5bench import __main__ as program
 from t5bench.costmodel import intervals
 from t5bench.costmodel.achievable_rates import SOURCES
-from t5bench.costmodel.evidence.check import Comparison
-from t5bench.costmodel.evidence.intervals import KINDS, Judged, judged, of_published, quantile, sets
+from t5bench.costmodel.evidence.check import PredictedFigure
+from t5bench.costmodel.evidence.intervals import KINDS, JudgedInterval, judged, of_published, quantile, sets
 from t5bench.costmodel.job import Architecture, Job, Parallel
 from t5bench.costmodel.machine import DEVICES, Link, Machine
 from t5bench.costmodel.prediction import Prediction
@@ -22,28 +22,28 @@ GPT = Architecture(0, 24, 1024, 16, 64, 4096, 0, 1024, 50304, family="gpt", head
 
 
 @pytest.fixture(scope="module")
-def published() -> dict[str, Judged]:
+def published() -> dict[str, JudgedInterval]:
     return {each.kind: each for each in of_published()}
 
 
-def rows(source: str, *errors: float) -> list[Comparison]:
-    return [Comparison("ratio", "", source, "", measured=exp(error), predicted=1, unit="") for error in errors]
+def rows(source: str, *errors: float) -> list[PredictedFigure]:
+    return [PredictedFigure("ratio", "", source, "", measured=exp(error), predicted=1, unit="") for error in errors]
 
 
-def test_a_source_sets_or_judges_but_never_both(published: dict[str, Judged]):
+def test_a_source_sets_or_judges_but_never_both(published: dict[str, JudgedInterval]):
     for each in published.values():
         assert each.setting and each.judging and not set(each.setting) & set(each.judging)
         assert all(map(sets, each.setting)) and not any(map(sets, each.judging))
 
 
-def test_what_sets_the_model_neither_sets_nor_judges_an_interval(published: dict[str, Judged]):
+def test_what_sets_the_model_neither_sets_nor_judges_an_interval(published: dict[str, JudgedInterval]):
     """The benchmarks of kernels in t5bench/costmodel/achievable_rates.py are not sources of published trainings."""
     for each in published.values():
         for source in (*each.setting, *each.judging):
             assert not any(name in source.lower() for name in SOURCES), source
 
 
-def test_the_factors_are_those_of_todays_model(published: dict[str, Judged]):
+def test_the_factors_are_those_of_todays_model(published: dict[str, JudgedInterval]):
     """Otherwise: python -m t5bench predict --intervals, then costmodel/intervals.py and docs/prediction_evidence.md."""
     factors = {"time": intervals.TIME, "ratio": intervals.RATIO, "memory": intervals.MEMORY}
     assert {kind: each.factor for kind, each in published.items()} == pytest.approx(factors, rel=0.01)

@@ -25,7 +25,7 @@ POINTS = json.loads(FILE.read_text()) + json.loads(MORE.read_text())
 
 
 @cache
-def compared(file: Path) -> list[check.Comparison | check.Missing]:
+def compared(file: Path) -> list[check.PredictedFigure | check.Missing]:
     published, *sentences = points.read(file)
     assert sentences == [[], []]
     return check.compare_all(published)
@@ -51,7 +51,7 @@ ERRORS = [
 
 @pytest.mark.parametrize(("file", "use", "count", "average", "worst"), ERRORS)
 def test_errors_on_published_points(file: Path, use: str, count: int, average: float, worst: float):
-    errors = [abs(row.error) for row in compared(file) if isinstance(row, check.Comparison) and row.use == use]
+    errors = [abs(row.error) for row in compared(file) if isinstance(row, check.PredictedFigure) and row.use == use]
     assert len(errors) == count
     assert (mean(errors), max(errors)) == (pytest.approx(average, abs=1e-6), pytest.approx(worst, abs=1e-4))
 
@@ -198,7 +198,7 @@ def test_families_by_other_names():
     lengths = points.Lengths(encoder=32, decoder=16)
 
     def built(name: str, **fields: Any) -> Any:
-        return job_with(model=points.Model(architecture=name, **fields), lengths=lengths).architecture
+        return job_with(model=points.PublishedModel(architecture=name, **fields), lengths=lengths).architecture
 
     for name, vocabulary in (("mt5", 250_112), ("ul2", 32_128)):
         found = built(name, **t5)

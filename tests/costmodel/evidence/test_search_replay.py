@@ -8,7 +8,7 @@ import pytest
 
 from t5bench.costmodel.evidence import grid, replay
 from t5bench.costmodel.evidence.replay import Replayed
-from t5bench.costmodel.search import Expected, Option, Outcome, Search, are_equal, possible_regret, steps
+from t5bench.costmodel.search import Expected, Option, Search, SearchRun, are_equal, possible_regret, steps
 
 pytestmark = pytest.mark.slow  # ranks up to 26 layouts after each of some 240 runs
 
@@ -51,7 +51,7 @@ def searched_with_equal_times(seed: int, noise: float) -> Search:
     cells = max(replay.choices(grid.read()), key=len)
     search = Search([Option(str(number), cell.job, cell.machine) for number, cell in enumerate(cells)])
     dice = random.Random(seed)
-    for _ in steps(search, lambda option: Outcome(exp(dice.gauss(0, noise)), noise), lambda so_far: True):
+    for _ in steps(search, lambda option: SearchRun(exp(dice.gauss(0, noise)), noise), lambda so_far: True):
         pass
     return search
 
@@ -69,8 +69,8 @@ def test_a_layout_that_cannot_run_is_forgotten_and_the_budget_is_kept():
     search = Search(options)
     first = search.standing().left[0].option.name
 
-    def measure(option: Option) -> Outcome | None:
-        return None if option.name == first else Outcome(cells[int(option.name)].seconds)
+    def measure(option: Option) -> SearchRun | None:
+        return None if option.name == first else SearchRun(cells[int(option.name)].seconds)
 
     standings = list(steps(search, measure, lambda so_far: len(so_far.measured) < 2))
     assert search.failed == {first} and len(search.measured) == 2 and len(standings) == 4

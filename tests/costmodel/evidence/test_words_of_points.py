@@ -39,7 +39,7 @@ def made(**fields: Any) -> dict[str, Any]:
     return point
 
 
-def compared(tmp_path: Path, *entries: dict[str, Any]) -> list[check.Comparison | check.Missing]:
+def compared(tmp_path: Path, *entries: dict[str, Any]) -> list[check.PredictedFigure | check.Missing]:
     path = tmp_path / "points.json"
     path.write_text(json.dumps(entries))
     found, invalid, unknown = points.read(path)
@@ -50,7 +50,7 @@ def compared(tmp_path: Path, *entries: dict[str, Any]) -> list[check.Comparison 
 def throughput(tmp_path: Path, **fields: Any) -> float:
     """The predicted one of a point that must not be refused."""
     (row,) = (row for row in compared(tmp_path, made(**fields)) if row.use == "throughput")
-    assert isinstance(row, check.Comparison), row
+    assert isinstance(row, check.PredictedFigure), row
     return row.predicted
 
 
@@ -90,7 +90,7 @@ def test_what_is_not_modelled_is_refused_and_not_paired(tmp_path: Path, fields: 
     entries = compared(tmp_path, made(id="plain"), made(**fields), made(id="wide", parallel={"tp": 2, "dp": 4}))
     refused = [entry for entry in entries if isinstance(entry, check.Missing) and entry.point == "made"]
     assert len(refused) == 2 and all(reason in entry.reason for entry in refused), refused
-    pairs = [entry.point for entry in entries if isinstance(entry, check.Comparison) and entry.use == "ratio"]
+    pairs = [entry.point for entry in entries if isinstance(entry, check.PredictedFigure) and entry.use == "ratio"]
     assert pairs == ["wide / plain"]
 
 
@@ -151,11 +151,11 @@ def test_a_compiled_model_is_faster_than_hugging_faces_modules(tmp_path: Path):
 def test_a_bert_of_deep_learning_examples_has_logits_of_masked_tokens_alone(tmp_path: Path):
     model = {"architecture": "bert", "encoder_layers": 24, "decoder_layers": None}
     point = msgspec.convert(made(model=model, lengths={"encoder": 512, "decoder": None}), points.Point)
-    other = msgspec.structs.replace(point, source=points.Source(repo="NVIDIA/DeepLearningExamples"))
+    other = msgspec.structs.replace(point, source=points.Publication(repo="NVIDIA/DeepLearningExamples"))
     found, selected = (architecture_of(each, 1) for each in (point, other))
     assert (found.output_length, selected.output_length) == (512, 80)
     assert multiply_adds(found)["head"] / multiply_adds(selected)["head"] == 512 / 80
-    gpt = msgspec.structs.replace(other, model=points.Model("GPT", decoder_layers=2, hidden=64, heads=4))
+    gpt = msgspec.structs.replace(other, model=points.PublishedModel("GPT", decoder_layers=2, hidden=64, heads=4))
     assert architecture_of(gpt, 1).predicted == 0
 
 

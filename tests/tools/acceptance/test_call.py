@@ -19,30 +19,30 @@ from support import processes_with, wait_for
 from t5bench import Problem
 from t5bench.tools.acceptance import results
 from t5bench.tools.acceptance.call import UNFINISHED, Call, reason_in
-from t5bench.tools.acceptance.results import FAILED, NOT_RUN, OUT_OF_TIME, PASSED, SKIPPED, Outcome, Results
-from t5bench.tools.acceptance.steps import Machine, Step, measured
+from t5bench.tools.acceptance.results import FAILED, NOT_RUN, OUT_OF_TIME, PASSED, SKIPPED, Results, StepResult
+from t5bench.tools.acceptance.steps import FoundMachine, Step, measured
 
 LONG = "trap 'echo tidied; exit 0' TERM; sleep 1000 & echo begun; while :; do sleep 0.1; done"
 REHEARSAL = Results(True, [], 4)
 
 
 @pytest.fixture
-def here(tmp_path: Path) -> Machine:
-    return Machine(os.environ | {"MEGATRON_DIR": str(tmp_path / "absent")}, rehearsal=True)
+def here(tmp_path: Path) -> FoundMachine:
+    return FoundMachine(os.environ | {"MEGATRON_DIR": str(tmp_path / "absent")}, rehearsal=True)
 
 
 Run = Callable[..., dict[str, str]]
 
 
 @pytest.fixture
-def run(here: Machine, tmp_path: Path) -> Run:
+def run(here: FoundMachine, tmp_path: Path) -> Run:
     """run(*steps): how they end, in a call that continues the earlier ones."""
     output = tmp_path / "results"
 
     def call(*steps: Step, seconds: float = 60) -> dict[str, str]:
         file = output / results.FILE
         found = results.continued([file] if file.exists() else [], Results(True, [], 4))
-        found.calls.append(results.Call("now", {}))
+        found.calls.append(results.CallRecord("now", {}))
         directory = tmp_path / f"call-{len(found.calls)}"
         Call(here, found, directory, output, time.monotonic() + seconds).run_all(steps, {})
         return {name: outcome.result for name, outcome in results.read(file).steps.items()}
@@ -80,7 +80,7 @@ def test_what_failed_before_comes_last(run: Run, tmp_path: Path):
     assert order.read_text().split() == ["c", "a"]
 
 
-def test_a_step_whose_tools_are_missing_is_skipped_with_a_sentence(run: Run, here: Machine, tmp_path: Path):
+def test_a_step_whose_tools_are_missing_is_skipped_with_a_sentence(run: Run, here: FoundMachine, tmp_path: Path):
     assert run(Step("engine", ["true"], needs=("megatron",)), Step("other", ["true"])) == {
         "engine": SKIPPED,
         "other": PASSED,
@@ -89,7 +89,7 @@ def test_a_step_whose_tools_are_missing_is_skipped_with_a_sentence(run: Run, her
     assert reason.startswith(f"there is no Megatron-DeepSpeed at {tmp_path / 'absent'}")
 
 
-def test_missing_packages_and_compilers_are_named(here: Machine, monkeypatch: pytest.MonkeyPatch):
+def test_missing_packages_and_compilers_are_named(here: FoundMachine, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(
         "t5bench.tools.acceptance.steps.util.find_spec", lambda name: None if name == "hjson" else object()
     )
@@ -123,7 +123,9 @@ def test_a_step_that_takes_too_long_is_ended_with_its_processes(run: Run, tmp_pa
     wait_for(lambda: processes_with(f"ACCEPTANCE_TEST={tmp_path}") == [])
 
 
-def test_on_a_gpu_a_step_that_is_stuck_or_does_not_fit_leaves_time_for_others(run: Run, here: Machine, tmp_path: Path):
+def test_on_a_gpu_a_step_that_is_stuck_or_does_not_fit_leaves_time_for_others(
+    run: Run, here: FoundMachine, tmp_path: Path
+):
     here.rehearsal = False
     stuck = Step("stuck", ["sleep", "1000"], seconds=0.1)
     assert run(stuck, Step("large", ["true"], seconds=1000), Step("small", ["true"], seconds=1)) == {
@@ -139,16 +141,16 @@ import os, sys, time
 from pathlib import Path
 from t5bench.tools.acceptance import results
 from t5bench.tools.acceptance.call import Call, earlier_files
-from t5bench.tools.acceptance.steps import Machine, Step
+from t5bench.tools.acceptance.steps import FoundMachine, Step
 work, output, earlier = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
 found = results.continued(earlier_files(output, earlier), results.Results(True, [], 4))
-found.calls.append(results.Call("now", {}))
+found.calls.append(results.CallRecord("now", {}))
 directory = work / f"call-{len(found.calls)}"
 def step(number):
     file = directory / f"{number}.json"
     command = f"sleep 0.3; head -c 300000 /dev/urandom | base64 >{directory}/{number}.log; echo {number} >{file}"
     return Step(f"step-{number}", ["sh", "-c", command], figures=lambda: file.read_text() if file.exists() else None)
-here = Machine(os.environ, rehearsal=True)
+here = FoundMachine(os.environ, rehearsal=True)
 Call(here, found, directory, output, time.monotonic() + 60).run_all(map(step, range(24)), {})
 """
 
@@ -212,7 +214,7 @@ def test_what_ends_the_acceptance_ends_its_step_in_order(tmp_path: Path):
 
 def test_results_of_another_machine_or_batch_are_not_continued(tmp_path: Path):
     file = tmp_path / results.FILE
-    steps: dict[str, Any] = {"a": Outcome(PASSED, 1)}
+    steps: dict[str, Any] = {"a": StepResult(PASSED, 1)}
     file.write_bytes(results.encoded(Results(False, ["NVIDIA H100"], 64, steps=steps)))
     assert results.continued([file], Results(False, ["NVIDIA H100"], 64)).passed("a")
     with pytest.raises(Problem, match="has the results of NVIDIA H100 with 64 samples an iteration, and this is"):

@@ -13,13 +13,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from t5bench import Problem
 from t5bench.costmodel import flops
 from t5bench.tools.acceptance import device, results
-from t5bench.tools.acceptance.steps import Machine, Step, Steps
+from t5bench.tools.acceptance.steps import FoundMachine, Step, Steps
 
 SETTINGS = {"ENGINES": "both", "STRATEGIES": "", "MICRO_BATCH_SIZES": "64 32 8"}
 
 
 class Gpus:
-    """The driver's library, as far as Machine asks it."""
+    """The driver's library, as far as FoundMachine asks it."""
 
     def __init__(self, *names: str) -> None:
         self.gpus = self.listed = names
@@ -33,7 +33,7 @@ def steps_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: int, **setti
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     directories = {"WORK_DIR": str(tmp_path), "MEGATRON_DIR": str(tmp_path / "engine")}
     environment = os.environ | SETTINGS | directories | settings
-    steps = Steps(Machine(environment, rehearsal=False), environment)
+    steps = Steps(FoundMachine(environment, rehearsal=False), environment)
     return steps, list(steps.in_order(tmp_path / "call-1"))
 
 
@@ -91,7 +91,7 @@ def test_impossible_sizes_and_a_machine_without_gpus_are_refused(tmp_path: Path,
         steps_of(tmp_path, monkeypatch, gpus=1, STRATEGIES="zero9")
     monkeypatch.setattr("t5bench.tools.acceptance.gpu.visible", lambda environment: None)
     with pytest.raises(Problem, match="there is no GPU here"):
-        Machine(os.environ | {"PATH": ""}, rehearsal=False)
+        FoundMachine(os.environ | {"PATH": ""}, rehearsal=False)
 
 
 def test_attention_is_probed_for_its_kernels_and_its_dropout():

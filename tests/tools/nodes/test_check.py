@@ -21,8 +21,8 @@ from t5bench.plan import topology
 from t5bench.record import hosts
 from t5bench.record.network import read_network
 from t5bench.tools.nodes import check, probe
-from t5bench.tools.nodes.check import Node
-from t5bench.tools.nodes.probe import Cell
+from t5bench.tools.nodes.check import CheckedNode
+from t5bench.tools.nodes.probe import Finding
 
 HERE = socket.gethostname()
 CHECK = ("bash", "scripts/check_cluster.sh")
@@ -35,8 +35,10 @@ class Report:
     rows: dict[str, list[str]]
 
     def failed(self) -> set[tuple[str, int]]:
-        """(check, number of the column) of the red cells."""
-        return {(name, i) for name, row in self.rows.items() for i, cell in enumerate(row) if cell.startswith("FAIL")}
+        """(check, number of the column) of what is red."""
+        return {
+            (name, i) for name, row in self.rows.items() for i, finding in enumerate(row) if finding.startswith("FAIL")
+        }
 
     def remedy(self, heading: str) -> str:
         """The line below a problem, that says what to do."""
@@ -47,7 +49,7 @@ class Report:
 def read_report(result: subprocess.CompletedProcess) -> Report:
     lines = result.stdout.splitlines()
     body = lines[2 : lines.index("")] if "" in lines else []
-    rows = {cells[0]: cells[1:] for cells in (re.split(r"  +", line.rstrip()) for line in body)}
+    rows = {row[0]: row[1:] for row in (re.split(r"  +", line.rstrip()) for line in body)}
     return Report(result.returncode, result.stdout + result.stderr, rows)
 
 
@@ -158,13 +160,13 @@ def test_all_components_of_a_heterogeneous_job(project: Project):
 def test_git_and_the_gpus_say_what_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     dubious = f"fatal: detected dubious ownership in repository at '{tmp_path}'"
     monkeypatch.setattr(probe.machine, "checkout", lambda _: probe.machine.Checkout(None, None, dubious))
-    cell = probe.repository(asked("node0"))["repository"]
-    assert cell.problem == f"git: {dubious}" and "--add safe.directory" in cell.remedy
+    finding = probe.repository(asked("node0"))["repository"]
+    assert finding.problem == f"git: {dubious}" and "--add safe.directory" in finding.remedy
     mismatch = probe.visible_gpus({}).__class__(fault="nvidia-smi: Driver/library version mismatch")
     monkeypatch.setattr(probe.machine, "gpus", lambda _: [])
     monkeypatch.setattr(probe, "visible_gpus", lambda _: mismatch)
-    cell = probe.gpus(asked("node0"))["GPUs"]
-    assert cell.problem == "no GPU is visible; nvidia-smi: Driver/library version mismatch"
+    finding = probe.gpus(asked("node0"))["GPUs"]
+    assert finding.problem == "no GPU is visible; nvidia-smi: Driver/library version mismatch"
 
 
 def test_one_node_under_two_names(monkeypatch: pytest.MonkeyPatch):
@@ -172,10 +174,16 @@ def test_one_node_under_two_names(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(check.Problem, match=r"node7 and 10.0.0.7 are the same node, 10.0.0.7"):
         check.checked_hosts(["node0", "node7", "10.0.0.7"])
     assert check.checked_hosts(["Node0.", "node1"]) == ["Node0", "node1"]
-    nodes = [Node(name, cells={"address": Cell(at)}) for name, at in (("a", "10.0.0.1"), ("b", "10.0.0.2"))]
-    nodes.append(Node("alias", cells={"address": Cell("10.0.0.1")}))
+    nodes = [
+        CheckedNode(name, findings={"address": Finding(at)}) for name, at in (("a", "10.0.0.1"), ("b", "10.0.0.2"))
+    ]
+    nodes.append(CheckedNode("alias", findings={"address": Finding("10.0.0.1")}))
     check.find_doubles(nodes)
-    assert [node.cells["address"].problem for node in nodes] == ["", "", "it is the same node as a, under another name"]
+    assert [node.findings["address"].problem for node in nodes] == [
+        "",
+        "",
+        "it is the same node as a, under another name",
+    ]
 
 
 # ---- the table, from answers as nodes give them --------------------------------------------------------------------
@@ -200,9 +208,9 @@ def asked(*hosts: str, output: Path = Path("/")) -> probe.Question:
     return probe.Question(hosts[-1], hosts, "", "/d/x", str(output), device="cpu", ports=[])
 
 
-def red(*nodes: Node) -> dict[str, list[str]]:
+def red(*nodes: CheckedNode) -> dict[str, list[str]]:
     """The checks that failed, each with its hosts."""
-    found = {n: [host for host, cell in row.items() if cell.problem] for n, row in check.table(nodes).items()}
+    found = {n: [host for host, finding in row.items() if finding.problem] for n, row in check.table(nodes).items()}
     return {name: hosts for name, hosts in found.items() if hosts}
 
 
@@ -222,7 +230,7 @@ def test_gpus(second: list[dict], texts: list[str], fails: list[str], monkeypatc
     nodes = []
     for name, found in (("node0", [GPU]), ("node1", second)):
         monkeypatch.setattr(probe.machine, "gpus", lambda _, found=found: found)
-        nodes.append(Node(name, cells=probe.gpus(asked(name))))
+        nodes.append(CheckedNode(name, findings=probe.gpus(asked(name))))
     rows = check.table(nodes)
     assert [rows[name]["node1"].text for name in ("GPUs", "driver")] == texts
     assert red(*nodes) == {name: ["node1"] for name in fails}
@@ -230,7 +238,7 @@ def test_gpus(second: list[dict], texts: list[str], fails: list[str], monkeypatc
 
 def test_clocks():
     """The first node's clock is 5 s from this machine's: what counts is the difference between the nodes."""
-    nodes = [Node(f"node{n}", clock=5.0 + ahead) for n, ahead in enumerate((0.0, 0.9, -0.9, 1.1, -3600.0))]
+    nodes = [CheckedNode(f"node{n}", clock=5.0 + ahead) for n, ahead in enumerate((0.0, 0.9, -0.9, 1.1, -3600.0))]
     check.compare_clocks(nodes)
     assert red(*nodes) == {"clock": ["node3", "node4"]}
 
@@ -242,8 +250,8 @@ def test_a_nodes_names_disk_and_memory(monkeypatch: pytest.MonkeyPatch, tmp_path
     monkeypatch.setattr(hosts, "is_own", lambda address: address == "10.0.0.2")
     for resolves, text, problem in (("127.0.1.1", "own name", "resolves to 127.0.1.1"), ("10.0.0.2", "no master", "")):
         monkeypatch.setattr(probe, "addresses_of", lambda name, at=resolves: [at] if name == HERE else [])
-        cell = probe.address(asked("node0", "node1"))["address"]
-        assert cell.text == text and problem in cell.problem
+        finding = probe.address(asked("node0", "node1"))["address"]
+        assert finding.text == text and problem in finding.problem
     monkeypatch.setattr(probe, "addresses_of", lambda name: ["127.0.0.1" if name == "localhost" else "10.0.0.2"])
     for other, text in (("node1", "no master"), ("127.0.0.2", "10.0.0.2")):
         assert probe.address(asked("localhost", other))["address"].text == text
@@ -268,12 +276,16 @@ def test_a_fact_that_hangs_or_fails_does_not_delay_the_others(monkeypatch: pytes
     found = probe.look(asked("node0"))
     assert (found["data"].text, found["engine"].problem) == ("no answer", "OSError: stale file handle")
     assert "GiB" in found["memory"].text
-    assert red(Node("node0", cells=found)) == {"data": ["node0"], "engine": ["node0"]}
+    assert red(CheckedNode("node0", findings=found)) == {"data": ["node0"], "engine": ["node0"]}
 
 
 def test_what_to_do_and_colour():
-    cells = {"reachable": Cell("ssh"), "engine": Cell("none", "there is none", "get one"), "data": Cell("x", "gone")}
-    rows = check.table([Node("node0", cells=cells), Node("node1.cluster", cells=cells)])
+    findings = {
+        "reachable": Finding("ssh"),
+        "engine": Finding("none", "there is none", "get one"),
+        "data": Finding("x", "gone"),
+    }
+    rows = check.table([CheckedNode("node0", findings=findings), CheckedNode("node1.cluster", findings=findings)])
     plain = check.render(rows, colour=False)
     assert "\nengine on node0, node1.cluster: there is none\n    get one\n" in plain
     assert plain.splitlines()[0].split() == ["check", "node0", "node1"]
@@ -327,7 +339,7 @@ def test_all_checks_pass_and_the_network_is_measured(cluster: Cluster, checkout:
     # A shaped link carries 200 Mbit/s each way, less headers; the other is not shaped.
     # A busy machine may make either slower.
     measured = [
-        re.fullmatch(r"(.+) Gbit/s, (\d+) us, (\d+) while computing", cell) for cell in report.rows["network"][1:]
+        re.fullmatch(r"(.+) Gbit/s, (\d+) us, (\d+) while computing", finding) for finding in report.rows["network"][1:]
     ]
     shaped, other = (float(found[1]) for found in measured)
     assert 0.05 < shaped < 0.21 < other and "All 3 together" in report.text

@@ -48,9 +48,9 @@ def pattern_of(message: str) -> re.Pattern[str]:
     return re.compile(".+?".join(map(re.escape, re.split(r"<[^>]+>", message))))
 
 
-def seconds_of(cell: str, times: Times) -> float:
+def seconds_of(finding: str, times: Times) -> float:
     """The longest time to the end, from a sum of settings and seconds."""
-    terms = cell.split("`")[1].split(" + ")
+    terms = finding.split("`")[1].split(" + ")
     return sum(times[term] if term in times else float(term.removesuffix(" s")) for term in terms)
 
 

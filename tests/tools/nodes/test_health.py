@@ -15,10 +15,10 @@ from support import REPO_ROOT
 from t5bench.costmodel.machine import DEVICES
 from t5bench.record import gpus
 from t5bench.tools.nodes import check, health
-from t5bench.tools.nodes.cell import Cell
-from t5bench.tools.nodes.check import Node
+from t5bench.tools.nodes.check import CheckedNode
+from t5bench.tools.nodes.findings import Finding
 from t5bench.tools.nodes.floors import MEASURED, floors_of
-from t5bench.tools.nodes.host_state import GIB, Host
+from t5bench.tools.nodes.host_state import GIB, HostFiles
 
 H100 = "NVIDIA H100 80GB HBM3"
 UPTIME = 500_000.0
@@ -69,7 +69,7 @@ LOG = """[    1.200000] mlx5_core 0000:0c:00.0: Link up
 
 
 @dataclass(frozen=True)
-class MadeHost(Host):
+class MadeHost(HostFiles):
     """A directory that looks like a host's files, and what no file says: the space of file systems, and processors."""
 
     spaces: dict[str, tuple[int, int] | None] = field(default_factory=dict)
@@ -130,7 +130,7 @@ class MadeNode:
         for tag, text in (("pid", "4711"), ("type", "C"), ("process_name", program), ("used_memory", used)):
             ElementTree.SubElement(process, tag).text = text
 
-    def examine(self) -> Node:
+    def examine(self) -> CheckedNode:
         """As check.py sees the node."""
         self.write("proc/self/limits", LIMITS.format(**self.limits))
         self.write("dmesg", self.log)
@@ -150,8 +150,8 @@ class MadeNode:
         self.write("tmp/file", "")
         environ = {"PATH": f"{self.root / 'bin'}:/usr/bin:/bin"}
         made = health.examine("cuda", self.host, environ, 15)
-        node = Node("node1", kind=made.kind, speeds=made.speeds, own_rows=set(made.cells))
-        node.cells = {"reachable": Cell("ssh"), **made.cells}
+        node = CheckedNode("node1", kind=made.kind, speeds=made.speeds, own_rows=set(made.findings))
+        node.findings = {"reachable": Finding("ssh"), **made.findings}
         return node
 
 
@@ -316,10 +316,10 @@ def test_a_planted_fault_is_named_and_nothing_else(made: MadeNode, name: str, mo
     monkeypatch.setattr(health, "TOOL_SECONDS", 1.0 if name == "tool hangs" else 8.0)
     plant(made)
     node = made.examine()
-    failed = {row: cell.problem for row, cell in node.cells.items() if cell.problem}
+    failed = {row: finding.problem for row, finding in node.findings.items() if finding.problem}
     assert set(failed) == {row}, failed
-    assert words in failed[row] and node.cells[row].remedy
-    shown = check.verdicts([Node("node0", cells={"reachable": Cell("ssh")}), node])
+    assert words in failed[row] and node.findings[row].remedy
+    shown = check.verdicts([CheckedNode("node0", findings={"reachable": Finding("ssh")}), node])
     assert shown.startswith(f"PASS  node0\nFAIL  node1  {row}: ") and shown.endswith("--exclude=node1")
 
 
@@ -330,7 +330,7 @@ def test_at_least_thirty_faults_are_planted():
 def test_a_healthy_node_is_never_named(made: MadeNode):
     for _ in range(int(os.environ.get("HEALTHY_CHECKS", "5"))):
         node = made.examine()
-        assert not [cell for cell in node.cells.values() if cell.problem], node.cells
+        assert not [finding for finding in node.findings.values() if finding.problem], node.findings
         assert check.verdicts([node]) == "PASS  node1"
 
 
@@ -374,14 +374,14 @@ def test_the_page_has_the_floors_and_the_number_of_faults():
 
 
 def test_nodes_of_one_kind_are_compared():
-    nodes = [Node(f"node{i}", kind="GPU", speeds={"product": 100.0}) for i in range(4)]
+    nodes = [CheckedNode(f"node{i}", kind="GPU", speeds={"product": 100.0}) for i in range(4)]
     for node in nodes:
-        node.cells["matrix product"] = Cell("100 TFLOP/s")
+        node.findings["matrix product"] = Finding("100 TFLOP/s")
     nodes[2] = replace(nodes[2], speeds={"product": 60.0})
     check.compare_speeds(nodes)
-    assert [bool(node.cells["matrix product"].problem) for node in nodes] == [False, False, True, False]
+    assert [bool(node.findings["matrix product"].problem) for node in nodes] == [False, False, True, False]
     for node in nodes:
         node.kind = "cpu"
-        node.cells["matrix product"] = Cell("100 GFLOP")
+        node.findings["matrix product"] = Finding("100 GFLOP")
     check.compare_speeds(nodes)
-    assert not any(node.cells["matrix product"].problem for node in nodes)
+    assert not any(node.findings["matrix product"].problem for node in nodes)

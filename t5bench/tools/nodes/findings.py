@@ -1,12 +1,12 @@
-"""A node's entry in the table of the cluster check."""
+"""What the cluster check found on a node: an entry of its table each."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
-class Cell:
-    """A problem makes it red."""
+class Finding:
+    """An entry of the table; a problem makes it red."""
 
     text: str
     problem: str = ""
@@ -15,12 +15,12 @@ class Cell:
     """What must be equal on all nodes."""
 
 
-Cells = dict[str, Cell]
+Findings = dict[str, Finding]
 Fault = tuple[str, str]  # what is wrong, what to do
 
 
-def judged(text: str, faults: Sequence[Fault], same: Mapping[str, str] | None = None) -> Cell:
-    """A cell with every fault in it, each remedy once."""
+def judged(text: str, faults: Sequence[Fault], same: Mapping[str, str] | None = None) -> Finding:
+    """A finding with every fault in it, each remedy once."""
     problems = "; ".join(problem for problem, _ in faults)
     remedies = "; ".join(dict.fromkeys(remedy for _, remedy in faults))
-    return Cell(text, problems, remedies, same or {})
+    return Finding(text, problems, remedies, same or {})
