@@ -43,6 +43,10 @@ GROUPS = {
             "tools.predict.layouts",
             "rank every layout of a model on a number of GPUs by predicted time",
         ),
+        "prove": (
+            "tools.predict.prove",
+            "prove, without training, that every gradient is summed over the right ranks once",
+        ),
         "search": ("tools.search.command", "measure the most promising layouts until the fastest is known"),
         "ranks": ("tools.predict.ranks", "show which rank is where, and every process group"),
         "cluster": ("tools.nodes.check", "check whether the nodes can run together"),

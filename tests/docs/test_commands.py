@@ -30,6 +30,7 @@ TESTED = {
     "bash scripts/run_megatron_t5_pipeline.sh": "engines/test_gpt.py",
     "python -m t5bench explain": "profile/test_explain.py",
     "python -m t5bench judge": "tools/judge/test_judge.py",
+    "python -m t5bench prove": "tools/predict/test_prove.py",
     "bash scripts/check_parity.sh": "sweep/test_check_parity.py",
     "bash scripts/check_cluster.sh": "tools/nodes/test_check.py",
     "bash scripts/gpu_acceptance.sh": "tools/acceptance/test_gpu_acceptance.py",

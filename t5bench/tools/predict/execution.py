@@ -30,6 +30,7 @@ from t5bench.costmodel.job import Job, beyond_native
 from t5bench.costmodel.memory import memory_of
 from t5bench.imports import import_deepspeed
 from t5bench.tools.predict.hollow import HollowTensors
+from t5bench.tools.predict.proof import Report, Watch
 
 WARM_UP = 2  # DDP arranges its buckets anew after the first step, and ZeRO-3 prefetches from the second step on
 KINDS = {
@@ -76,8 +77,11 @@ class Difference:
         return f"{self.collective}: executed {self.executed} times, predicted {self.predicted}"
 
 
-def execute(job: Job, rank: int) -> Execution:
-    """One training step of a rank, after WARM_UP steps. Raises Problem if the native engine cannot train the job."""
+def execute(job: Job, rank: int, watch: Watch | None = None) -> Execution:
+    """One training step of a rank, after WARM_UP steps. Raises Problem if the native engine cannot train the job.
+
+    watch: follows that step's gradients.
+    """
     reason = unsupported(job)
     if reason:
         raise Problem(f"the native engine's step cannot be executed: {reason}", "Choose another layout or engine")
@@ -95,15 +99,20 @@ def execute(job: Job, rank: int) -> Execution:
         )
         tracker = TotalMemory()
         collectives = Collectives()
-        with GpuDropout(), HollowTensors(), collectives:
+        following = watch.following() if watch else contextlib.nullcontext()
+        with GpuDropout(), HollowTensors(), collectives, following:
             with tracker:
                 trainer = make_trainer(arguments, mesh)
                 batch = tokens(job, arguments)
                 for _ in range(WARM_UP):
                     trainer.step(batch, arguments.lr)
             collectives.seen.clear()
+            if watch:
+                watch.begin(trainer, batch)
             with tracker:  # which forgets the peak of the steps before
                 trainer.step(batch, arguments.lr)
+            if watch:
+                watch.end()
             peak, allocated = (tracker.get_tracker_snapshot(kind) for kind in ("peak", "current"))
         return Execution(
             rank,
@@ -113,17 +122,29 @@ def execute(job: Job, rank: int) -> Execution:
         )
 
 
+def watched(job: Job, rank: int) -> tuple[Report, list[str]]:
+    """What a rank's step does with its gradients, and its collectives that the cost model does not have, or has.
+
+    Raises Problem.
+    """
+    watch = Watch(job, rank)
+    execution = execute(job, rank, watch)
+    return watch.report, [str(difference) for difference in differences(job, execution)]
+
+
 def unsupported(job: Job) -> str:
     """Why the native engine cannot train a job; "" if it can."""
     parallel = job.parallel
     zero = job.zero.stage > 0
-    if not job.architecture.cross_attention:
-        return "it trains encoder-decoders alone"
+    if not (job.architecture.cross_attention or job.architecture.family == "gpt"):
+        return "it trains T5 and GPT-2 alone"
     if job.engine != "native":
         return "only the native engine's step can be executed (ENGINE=native)"
     if job.recompute != "none":
         return "it does not recompute activations"
-    return beyond_native(parallel.tensor, parallel.pipeline, zero, job.micro_batches, job.precision == "fp16")
+    is_fp16 = job.precision == "fp16"
+    has_fsdp2 = job.fully_sharded is not None
+    return beyond_native(parallel.tensor, parallel.pipeline, zero, job.micro_batches, is_fp16, has_fsdp2)
 
 
 @contextlib.contextmanager
@@ -167,10 +188,10 @@ def native_arguments(job: Job, rank: int) -> Namespace:
     a = job.architecture
     parallel = job.parallel
     return Namespace(
-        family=a.family, recompute_granularity=None, num_layers=a.encoder_layers,
+        family=a.family, recompute_granularity=None, num_layers=a.encoder_layers or a.decoder_layers,
         encoder_num_layers=a.encoder_layers, decoder_num_layers=a.decoder_layers, hidden_size=a.hidden,
         num_attention_heads=a.heads, kv_channels=a.head_size, ffn_hidden_size=a.ffn,
-        encoder_seq_length=a.encoder_length, decoder_seq_length=a.decoder_length,
+        encoder_seq_length=a.encoder_length, decoder_seq_length=a.decoder_length, seq_length=a.decoder_length,
         max_position_embeddings=a.position_rows, padded_vocab_size=a.padded_vocabulary, pad_token=0,
         # A GPU's fused attention keeps no mask; a CPU has no such kernel with dropout.
         attention_dropout=0.0, hidden_dropout=job.dropout,
@@ -182,7 +203,9 @@ def native_arguments(job: Job, rank: int) -> Namespace:
         lr=1e-4, weight_decay=0.01, adam_beta1=0.9, adam_beta2=0.999, adam_eps=1e-8, clip_grad=1.0,
         dtype=torch.bfloat16 if job.precision == "bf16" else torch.float32, device=torch.device("cpu"),
         deepspeed=job.zero.stage > 0, deepspeed_json=deepspeed_json(job),
-        zero_reduce_once=job.zero.reduce_once,
+        zero_reduce_once=job.zero.reduce_once, fsdp2=job.fully_sharded is not None,
+        fsdp2_keep_parameters=bool(job.fully_sharded and job.fully_sharded.keeps_parameters),
+        fsdp2_shard_size=parallel.shards,
     )  # fmt: skip
 
 
@@ -217,10 +240,14 @@ def deepspeed_json(job: Job) -> dict[str, Any]:
 def make_trainer(arguments: Namespace, mesh: Mesh) -> TorchTrainer:
     if arguments.deepspeed:
         return ZeroTrainer(arguments, mesh)
+    if arguments.fsdp2:
+        from native.fsdp2 import FSDP2Trainer  # older versions of PyTorch lack it
+
+        return FSDP2Trainer(arguments, mesh)
     trainer = (PipelineTrainer if arguments.pp > 1 else TorchTrainer)(arguments, mesh)
     for replica in trainer.replicas:
         # The fake group's own answer holds no tensor, which DDP would not accept.
-        replica.register_comm_hook(mesh.dp.group, _reduce_bucket)
+        replica.register_comm_hook(replica.process_group, _reduce_bucket)
     if isinstance(trainer, PipelineTrainer):
         _forget_what_is_sent(trainer.messages)
     return trainer
@@ -245,8 +272,10 @@ def _reduce_bucket(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.f
 
 
 def tokens(job: Job, arguments: Namespace) -> tuple[torch.Tensor, ...]:
-    """An iteration's encoder tokens, decoder tokens and labels."""
-    lengths = job.architecture.encoder_length, job.architecture.decoder_length, job.architecture.decoder_length
+    """An iteration's encoder tokens, if there is an encoder, decoder tokens and labels."""
+    lengths = [job.architecture.decoder_length] * 2
+    if job.architecture.encoder_layers:
+        lengths.insert(0, job.architecture.encoder_length)
     samples = job.micro_batch * job.micro_batches
     return tuple(torch.ones(samples, length, dtype=torch.int64) for length in lengths)
 
