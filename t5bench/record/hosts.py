@@ -55,12 +55,11 @@ def without_dot(host: str) -> str:
 
 
 def is_nobody(address: str) -> bool:
-    """Whether this is an address to listen on, or of all hosts or of a group, and so not the address of a host."""
+    """Whether this is an address to listen on (0.0.0.0), and so not the address of a host."""
     try:
-        parsed = ipaddress.ip_address(address.partition("%")[0])
+        return ipaddress.ip_address(address.partition("%")[0]).is_unspecified
     except ValueError:
         return False
-    return parsed.is_unspecified or parsed.is_multicast or str(parsed) == "255.255.255.255"
 
 
 def is_without_zone(address: str) -> bool:

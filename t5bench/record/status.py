@@ -17,6 +17,7 @@ from enum import IntEnum
 from typing import Any, NamedTuple
 
 from t5bench import EXIT_CONFIGURATION, Problem
+from t5bench import SIGNALS as STOP_SIGNALS
 from t5bench.text import visible
 
 COMPLETE = "complete"
@@ -41,15 +42,11 @@ EXIT_CODES = {
     TIMEOUT: 6,
     NETWORK: 7,
 }
-# Signals that people, SLURM and other programs send to end a run; the launchers (run_to_end in scripts/common.sh) and
-# the recorder end in order when they receive one. KILL cannot be handled.
+# Signals that people, SLURM and other batch systems send to end a run, and what they are called. The recorder ends in
+# order when it receives one; KILL cannot be handled.
 SIGNALS: dict[int, str] = {
-    number: signal.Signals(number).name.removeprefix("SIG")
-    for number in (
-        signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGABRT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM,
-        signal.SIGTERM, signal.SIGXCPU, signal.SIGVTALRM, signal.SIGPROF, signal.SIGIO, signal.SIGPWR,
-    )
-}  # fmt: skip
+    number: signal.Signals(number).name.removeprefix("SIG") for number in (*STOP_SIGNALS, signal.SIGXCPU)
+}
 _START = time.time() - time.monotonic()
 
 

@@ -30,13 +30,11 @@ def timestamp(seconds: float) -> str:
 
 
 class SecretFilter:
-    """Removes secrets from a stream, even if they are split between blocks or lines."""
+    """Removes secrets from a stream, even if they are split between blocks."""
 
     def __init__(self, hidden: Sequence[str]) -> None:
         self.secrets = [secret.encode() for secret in hidden]
-        # A line may end between any two bytes of a secret.
-        either = b"|".join(rb"[\r\n]*".join(re.escape(bytes([byte])) for byte in secret) for secret in self.secrets)
-        self.pattern = re.compile(either or rb"(?!)")
+        self.pattern = re.compile(b"|".join(map(re.escape, self.secrets)) or rb"(?!)")
         self.kept = b""
 
     def clear(self, block: bytes) -> bytes:
@@ -52,11 +50,11 @@ class SecretFilter:
         return self.pattern.sub(HIDDEN.encode(), text[:end])
 
     def _beginning_of_a_secret(self, text: bytes) -> int:
-        """Where a secret begins that the text may end with, ignoring line ends; the text's length if there is none."""
+        """Where a secret begins that the text may end with; the text's length if there is none."""
         longest = max(map(len, self.secrets), default=0)
-        for start in range(max(0, len(text) - 2 * longest), len(text)):
-            tail = text[start:].translate(None, b"\r\n")
-            if text[start] not in b"\r\n" and any(s.startswith(tail) and s != tail for s in self.secrets):
+        for start in range(max(0, len(text) - longest), len(text)):
+            tail = text[start:]
+            if any(secret.startswith(tail) and secret != tail for secret in self.secrets):
                 return start
         return len(text)
 
