@@ -109,6 +109,8 @@ class Alive(Message):
 
     ages: dict[int, float] = {}
     """How many seconds ago node 0 heard of each node; empty from the others."""
+    hosts: dict[int, str] = {}
+    """Their names, which only node 0 hears from each; empty from the others."""
     idle: Annotated[float, msgspec.Meta(ge=0)] | None = None
     """How many seconds ago the training went on, as far as the sender knows; None if this is about something else."""
 
@@ -269,7 +271,7 @@ class Channel:
 
     def beat(self) -> Alive:
         """What is said every BEAT_SECONDS; a subclass may add to it."""
-        return Alive(ages=self.ages() if self.endpoint.node == 0 else {})
+        return Alive(ages=self.ages(), hosts=dict(self.hosts)) if self.endpoint.node == 0 else Alive()
 
     def _beat(self) -> None:
         while not self.closed.wait(BEAT_SECONDS):

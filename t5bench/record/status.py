@@ -139,12 +139,16 @@ _OPEN_PORTS = (
     "Open all ports between the run's nodes, not only MASTER_PORT: Gloo and NCCL connect the workers on ports that the"
     f" kernel chooses. {_NAME_THE_NETWORK}"
 )
+A_COLLECTIVE = "a collective operation"
 _NO_THREAD = "the limit on processes or threads is reached here: {0}"
 _NAME_INTERFACE = "Unset it, or name one that 'ip -brief address' lists on this node with an address"
 
 # What C++ libraries say: in an exception that they raise in Python, or in the output if they abort the process. The
 # first rule that matches a text speaks for it.
 OF_LIBRARIES = (
+    Rule(r"Watchdog caught collective operation timeout: WorkNCCL\(SeqNum=(\d+), OpType=(\w+)",
+         TIMEOUT, f"{A_COLLECTIVE} ({{1}} {{0}}) timed out: another process stopped, or the network is down",
+         _LOOK_AT_OTHERS, Strength.WAITED),
     Rule(r"CUDA out of memory\. (Tried to allocate [0-9.]+ [KMG]iB)", OUT_OF_MEMORY,
          "the GPU's memory is full ({0})", _SHARD_MORE),
     Rule(r"CUDA out of memory|CUDA_ERROR_OUT_OF_MEMORY", OUT_OF_MEMORY, "the GPU's memory is full", _SHARD_MORE),
@@ -163,7 +167,7 @@ OF_LIBRARIES = (
          r"|[Ee]rror while creating shared memory segment|shm_open.*No space left", CRASHED,
          "/dev/shm is full, or too small", SHARED_MEMORY_REMEDY),
     Rule(r"[Tt]imed out waiting (?:for )?\d+ ?ms|Watchdog caught collective operation timeout|wait timeout after \d+ms",
-         TIMEOUT, "a collective operation timed out: another process stopped, or the network is down",
+         TIMEOUT, f"{A_COLLECTIVE} timed out: another process stopped, or the network is down",
          _LOOK_AT_OTHERS, Strength.WAITED),
     Rule(r"connectFullMesh failed|[Tt]imed out (?:in )?connect|SO_ERROR|[Cc]onnect\w* timed ?out|connect.*Timeout",
          NETWORK, "a worker cannot connect to another node's worker", _OPEN_PORTS, Strength.WAITED),
@@ -185,6 +189,15 @@ OF_EXCEPTIONS = (
          f"Copy or prepare the data again if they were cut short. {SHARED_MEMORY_REMEDY}"),
 )  # fmt: skip
 
+_UNREACHED = Rule(
+    r"client socket has timed out after (\d+)ms while trying to connect to \(([^)]*)\)", TIMEOUT,
+    "the master ({1}) could not be reached within {0} ms", "Start rank 0 there, or compare ports and firewalls",
+)  # fmt: skip
+_LOST_AGAIN = Rule(
+    r"DistNetworkError: .*(?:Failed to recv|[Cc]onnection was likely closed)", NETWORK,
+    "the connection to node 0's torchrun was lost", _LOOK_AT_OTHERS, Strength.VICTIM,
+)  # fmt: skip
+
 # What torchrun and SLURM say.
 OF_PROGRAMS = (
     Rule(r"EADDRINUSE|[Aa]ddress already in use", CONFIGURATION,
@@ -196,16 +209,14 @@ OF_PROGRAMS = (
     Rule(r"slurmstepd: error: .*CANCELLED", CANCELLED, "SLURM cancelled the job"),
     Rule(r"Timed out after (\d+) seconds waiting for clients\. (\d+)/(\d+) clients joined", TIMEOUT,
          "only {1} of {2} nodes joined within {0} s", "Start the others with that address, within RENDEZVOUS_TIMEOUT"),
-    Rule(r"client socket has timed out after (\d+)ms while trying to connect to \(([^)]*)\)", TIMEOUT,
-         "the master ({1}) could not be reached within {0} ms", "Start rank 0 there, or compare ports and firewalls"),
+    _UNREACHED,
     Rule(r"wait timeout after (\d+)ms, keys: \S*role_info/(\d+)", TIMEOUT,
          "a rank is missing: two nodes have the same rank, or a different NNODES", "Give each node its own rank"),
     Rule(r"wait timeout after (\d+)ms, keys: \S*assigned_ranks/", TIMEOUT,
          "not all nodes of the run joined within {0} ms", "See the output of node 0, which knows who is missing",
          Strength.WAITED),
     # Another node's torchrun, which keeps the store, gave up or ended; its own cause says why.
-    Rule(r"DistNetworkError: .*(?:Failed to recv|[Cc]onnection was likely closed)", NETWORK,
-         "the connection to node 0's torchrun was lost", _LOOK_AT_OTHERS, Strength.VICTIM),
+    _LOST_AGAIN,
     # torchrun's report lists these signals also for the workers that it ended itself after another had failed.
     Rule(r"failed \(exitcode: -9\)", CRASHED, KILLED,
          "The kernel does it when memory runs out (see dmesg), else SLURM or a user"),
@@ -338,6 +349,7 @@ class CauseFinder:
 
     def __init__(self) -> None:
         self.best: Cause | None = None
+        self._rule: Rule | None = None  # of the best
         self.torchruns: Cause | None = None  # torchrun's own last exception
         self.spoke: set[int | None] = set()  # the ranks with a message that explains something
         self._root_cause_follows = False
@@ -366,8 +378,11 @@ class CauseFinder:
         rule, match = matched
         if (rule.status, rule.strength) != (CRASHED, Strength.VICTIM):  # those are torchrun's
             self.spoke.add(rank)
+        if rule is _LOST_AGAIN and self._rule is _UNREACHED:
+            self.best = None  # torchrun tried again, and reached it
         if self.best is None or rule.strength > self.best.strength:
             self.best = rule.cause(match, now, line, rank)
+            self._rule = rule
 
     def _read_report(self, line: str) -> None:
         self._root_cause_follows |= line.startswith(_ROOT_CAUSE)
@@ -422,7 +437,7 @@ def of_run(parts: Sequence[Mapping[str, Any]]) -> Status:
     if failed:
         first = first_failure(failed)
         origin = {"node": first["node"], "host": first["host"], **(first["cause"] or {})}
-        where = f"node {first['node']} ({first['host']}): " if nodes > 1 else ""
+        where = f"{node_named(first['node'], first['host'])}: " if nodes > 1 else ""
         # A part may have come from another host as a file.
         return Status(first["status"], visible(where + first["reason"]), visible(first["remedy"]), origin)
     if any(part["status"] == RUNNING for part in parts):
@@ -432,6 +447,11 @@ def of_run(parts: Sequence[Mapping[str, Any]]) -> Status:
         lacking = f"there is no record of node {', '.join(map(str, absent))} here"
         return Status(INCOMPLETE, lacking, "Gather the nodes' parts: python -m t5bench collect --help")
     return Status(COMPLETE)
+
+
+def node_named(node: int, host: str | None) -> str:
+    """host: None or "?" if nobody has said it."""
+    return f"node {node} ({host})" if host not in (None, "?") else f"node {node}"
 
 
 def first_failure(failed: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:

@@ -19,9 +19,19 @@ import psutil
 from t5bench import note
 from t5bench.record import status as ends
 from t5bench.record.plan import Plan
-from t5bench.record.status import PROCESSES_REMEDY, SPACE_REMEDY, Cause, Status, Strength, first_failure, weight_of
+from t5bench.record.status import (
+    PROCESSES_REMEDY,
+    SPACE_REMEDY,
+    Cause,
+    Status,
+    Strength,
+    first_failure,
+    node_named,
+    weight_of,
+)
 from t5bench.record.tools import ask
 from t5bench.run import processes
+from t5bench.run.collectives import MARK
 from t5bench.run.output import Output
 from t5bench.run.peers import Peers
 from t5bench.run.reports import Reports
@@ -34,6 +44,8 @@ TERM_SECONDS = 10
 END_SECONDS = 25
 START_SECONDS = 30
 STACK_SECONDS = 3
+# A worker that holds Python's lock does not say its collective operation.
+OPERATION_SECONDS = 3
 _FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>.+)', re.MULTILINE)
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x.*?(?=^Current thread|^Thread 0x|\Z)", re.MULTILINE | re.DOTALL)
 # Other threads begin in threading.py. Which one is the current is chance: the one that the signal found.
@@ -68,15 +80,30 @@ class Stacks:
         Of the first stacks in a file: a worker that goes on leaves others when it is ended."""
         innermost = {}
         for rank, text in self.texts().items():
+            text = text.partition(f"\n{MARK}")[0]
             main_thread = next(filter(_OF_MAIN.search, _THREAD.findall(text)), "")
             frames = list(_FRAME.finditer(main_thread))
             if frames:
                 innermost[rank] = next(filter(_waits, frames), frames[0])
         return innermost
 
+    def operations(self) -> dict[int, str]:
+        """What each rank said of its collective operation: "in all_reduce 7 of ranks 0, 1", or "after" it."""
+        found = {}
+        for rank, text in self.texts().items():
+            line = re.search(rf"^{MARK}((?:in|after) .+)$", text, re.MULTILINE)
+            if line and not line[1].endswith(" none"):
+                found[rank] = line[1]
+        return found
+
     def stopped(self) -> dict[int, str]:
         """The ranks that are not waiting in a collective operation: where each is stuck, or that it is suspended."""
-        states = {rank: f"stuck in {_where(frame)}" for rank, frame in self.frames().items() if not _waits(frame)}
+        operations = self.operations()
+        states = {}
+        for rank, frame in self.frames().items():
+            if not _waits(frame):
+                last = operations.get(rank, "")
+                states[rank] = f"stuck in {_where(frame)}" + (f", {last}" if last.startswith("after ") else "")
         for rank in self.suspended:
             states[rank] = "suspended (SIGSTOP)"
         return dict(sorted(states.items()))
@@ -86,7 +113,10 @@ class Stacks:
         stopped = self.stopped()
         if stopped:
             return "; ".join(f"rank {rank} is {what}" for rank, what in stopped.items())
-        waiting = "; ".join(f"rank {rank} in {_where(frame)}" for rank, frame in self.frames().items())
+        operations = self.operations()
+        waiting = "; ".join(
+            f"rank {rank} {operations.get(rank) or f'in {_where(frame)}'}" for rank, frame in self.frames().items()
+        )
         return f"all ranks here are waiting for others: {waiting}" if waiting else "no worker reported its stack"
 
 
@@ -158,7 +188,7 @@ class Guard:
         if time.monotonic() - self.others_failed_at < GRACE_SECONDS:
             return None
         first = first_failure(ends_of_others)
-        where = f"node {first['node']} ({first['host']})"
+        where = node_named(first["node"], first["host"])
         # The other node may have been waiting for a worker of this one.
         if failed and weight_of(first) == Strength.WAITED and (stopped := self._where_workers_are()):
             return Cause.now(ends.TIMEOUT, stopped, f"{where} waited for it. This node's log has every worker's stack")
@@ -202,6 +232,9 @@ class Guard:
                 worker.send_signal(signal.SIGUSR2)
         deadline = time.monotonic() + STACK_SECONDS
         while asked - self.stacks.frames().keys() and time.monotonic() < deadline:
+            time.sleep(processes.TICK_SECONDS)
+        deadline = time.monotonic() + OPERATION_SECONDS
+        while asked - self.stacks.operations().keys() and time.monotonic() < deadline:
             time.sleep(processes.TICK_SECONDS)
         processes.end(self.mark, TERM_SECONDS)
         return self.stacks.sentence() if self.stacks.stopped() else None

@@ -23,7 +23,7 @@ from t5bench.plan.channel import (
     StrangerError,
 )
 from t5bench.record.records import differences
-from t5bench.record.status import CANCELLED, CONFIGURATION, EXIT_CODES, NETWORK, SIGNALS, Cause, Strength
+from t5bench.record.status import CANCELLED, CONFIGURATION, EXIT_CODES, NETWORK, SIGNALS, Cause, Strength, node_named
 
 # How much is shown about hosts that have not proved that they belong to the run, and about nodes that differ.
 MOST_STRANGERS = 3
@@ -104,7 +104,7 @@ class Peers(Channel):
         self.start()
 
     def named(self, node: int) -> str:
-        return f"node {node} ({self.hosts.get(node, '?')})"
+        return node_named(node, self.hosts.get(node))
 
     def heard_from(self) -> list[Mapping[str, Any]]:
         """How the other nodes ended, as they reported it, or that they disconnected without a word."""
@@ -124,7 +124,8 @@ class Peers(Channel):
         self.progress = time.monotonic()
 
     def beat(self) -> Alive:
-        return Alive(ages=super().beat().ages, idle=time.monotonic() - self.progress)
+        beat = super().beat()
+        return Alive(ages=beat.ages, hosts=beat.hosts, idle=time.monotonic() - self.progress)
 
     def introduce(self, part: Mapping[str, Any]) -> None:
         """Sends this node's part of the record, once it is known; node 0 compares the others' parts with its own."""
@@ -159,6 +160,7 @@ class Peers(Channel):
         elif isinstance(message, Alive):
             now = time.monotonic()
             self.heard |= {n: now - age for n, age in message.ages.items() if n != self.endpoint.node}
+            self.hosts = {**message.hosts, **self.hosts}
             if message.idle is not None:
                 self.progress = max(self.progress, now - message.idle)
         elif isinstance(message, Introduced):

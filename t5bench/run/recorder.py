@@ -245,7 +245,15 @@ def tell_and_hear(peers: Peers, end: dict[str, Any], stopped: str) -> None:
             peers.ended(end)
         else:
             end["reason"] += peers.of_silence()
-    end |= {"heard": peers.heard_from(), "differences": peers.differences}
+    end |= {"heard": [with_silence(other, peers) for other in peers.heard_from()], "differences": peers.differences}
+
+
+def with_silence(other: Mapping[str, Any], peers: Peers) -> Mapping[str, Any]:
+    """What another node said about its end. If it was waiting, it may not have known yet which nodes were silent."""
+    silence = peers.of_silence()
+    if not silence or other["status"] != ends.TIMEOUT or not knows_little(other) or " silent " in other["reason"]:
+        return other
+    return {**other, "reason": other["reason"] + silence}
 
 
 def record(directory: Path, node: int, training: Training) -> int:

@@ -13,7 +13,15 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from t5bench.record.status import Cause, cause_of_exception, clock_time, message_of, name_of, rejected_command_line
+from t5bench.record.status import (
+    A_COLLECTIVE,
+    Cause,
+    cause_of_exception,
+    clock_time,
+    message_of,
+    name_of,
+    rejected_command_line,
+)
 from t5bench.text import visible_in
 
 REPORT_BYTES = 1 << 14
@@ -62,13 +70,15 @@ class Reporter:
             with contextlib.suppress(OSError):
                 os.utime(self.descriptor)
 
-    def failed(self, error: BaseException) -> None:
-        """Called with what ends the worker."""
+    def failed(self, error: BaseException, operation: str = "") -> None:
+        """Called with what ends the worker. operation: its last collective operation, in words."""
         if os.getpid() != self.process:  # a process that the worker started
             return
         cause = cause_of_exception(error, self.rank)
         if isinstance(error, SystemExit) and self.rejection:
             cause = rejected_command_line(self.rejection, self.rank)
+        if operation:
+            cause = replace(cause, reason=cause.reason.replace(A_COLLECTIVE, operation))
         message = message_of(error)[:LONGEST_MESSAGE]
         report = WorkerReport(self.rank, name_of(error), message, time.monotonic(), cause)
         text = json.dumps(asdict(report)).ljust(REPORT_BYTES).encode()

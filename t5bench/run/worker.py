@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from t5bench.run.agreement import compare_plans
+from t5bench.run.collectives import current, tell_when_asked
 from t5bench.run.reports import Reporter, reports_prefix
 
 PR_SET_PDEATHSIG = 1
@@ -31,10 +32,12 @@ PR_SET_PDEATHSIG = 1
 
 def keep_stacks(path: str) -> None:
     with contextlib.suppress(OSError):  # a run continues without the file
-        file = Path(path).open("wb", buffering=0)  # noqa: SIM115 - until the worker ends
+        Path(path).write_bytes(b"")
+        file = Path(path).open("ab", buffering=0)  # noqa: SIM115 - until the worker ends
         faulthandler.register(signal.SIGTERM, file, all_threads=True, chain=True)
         # The guard asks all workers before it ends any, because torchrun's TERM may come in the middle of a stack.
-        faulthandler.register(signal.SIGUSR2, file, all_threads=True)
+        tell_when_asked(Path(path))
+        faulthandler.register(signal.SIGUSR2, file, all_threads=True, chain=True)
         # A process that a worker starts is not a worker.
         for number in (signal.SIGTERM, signal.SIGUSR2):
             os.register_at_fork(after_in_child=lambda number=number: faulthandler.unregister(number))
@@ -134,7 +137,8 @@ def main() -> None:
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        reporter.failed(error)
+        operation, _ = current()
+        reporter.failed(error, operation)
         raise
     leave()
 

@@ -178,6 +178,22 @@ def test_a_rank_that_failed_first_without_a_message(said: str, rank: int, code: 
     assert finder.silent(range(2)) == []
 
 
+def test_a_master_that_was_reached_at_the_second_try_was_not_unreachable():
+    """On a busy machine, or where the first node still waits for another, which never comes."""
+    tried = "[c10d] The client socket has timed out after 8000ms while trying to connect to (node0, 29800)."
+    cause = found(tried).cause()
+    assert cause is not None and "could not be reached" in cause.reason
+    lost = "torch.distributed.DistNetworkError: Failed to recv, got 0 bytes. Connection was likely closed."
+    cause = found(tried, lost).cause()
+    assert cause is not None and cause.reason == "the connection to node 0's torchrun was lost"
+
+
+def test_the_collective_operation_that_nccl_gave_up_is_named():
+    said = "[rank3]:[E] [PG ID 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE,"
+    cause = found(f"{said} NumelIn=4, Timeout(ms)=600000) ran for 600023 milliseconds before timing out.").cause()
+    assert cause is not None and cause.reason.startswith("a collective operation (ALLREDUCE 7) timed out")
+
+
 def test_a_cause_outweighs_earlier_messages():
     lines = ["RuntimeError: Connection closed by peer", "RuntimeError: Timed out waiting 15000ms", "KeyError: 'text'"]
     lines += ["what():  CUDA out of memory. ", "what():  std::bad_alloc"]

@@ -18,6 +18,7 @@ from t5bench.plan.channel import Endpoint
 from t5bench.plan.ports import free_port
 from t5bench.record.status import Cause, now
 from t5bench.run import guard as guards
+from t5bench.run.collectives import words_of
 from t5bench.run.guard import Guard, Stacks
 from t5bench.run.peers import Peers
 from t5bench.run.processes import workers
@@ -150,7 +151,7 @@ def failed(status: str, strength: int | None) -> dict:
         (failed("network", 0), {}, "network", "stopped because node 1 (node1) failed: why"),
         (failed("timeout", 1), {}, "timeout", "rank 3 is stuck in stands_here (@/worker.py:4)"),
         (failed("cancelled", None), {}, "cancelled", "stopped because node 1 (node1) was cancelled: why"),
-        (None, {}, "network", "stopped because node 1 (?) failed: it disconnected without giving a reason"),
+        (None, {}, "network", "stopped because node 1 failed: it disconnected without giving a reason"),
         # Before it overwrites the checkpoints of the run that it was to continue.
         (failed("complete", None), {"resume_from": 8}, "crashed",
          "the engine ignored the checkpoint of iteration 8 and started from scratch"),
@@ -245,13 +246,21 @@ def test_a_run_without_workers_is_ended_after_the_rendezvous(monkeypatch: pytest
     assert "torchrun got no answer from 127.0.0.1:" in cause.reason
 
 
+def test_a_collective_operation_in_words():
+    of_gloo = {"profiling_name": "gloo:all_reduce", "collective_seq_id": 7, "process_group": ["1", "tensor"]}
+    assert words_of(of_gloo, [0, 2]) == "all_reduce 7 of ranks 0, 2"
+    sent = {"profiling_name": "nccl:send 0->1", "is_p2p": True, "p2p_seq_id": 3, "process_group": ["2", "pipeline"]}
+    assert words_of(sent, range(16)) == "send 0->1 3 of 16 ranks, 0 to 15"
+    assert words_of(of_gloo, []) == "all_reduce 7 of group 1 tensor"
+
+
 # ---- with torchrun, and alone ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("workers", "rank", "end"),
-    [(4, 0, {"WATCHDOG_SECONDS": "30"}), (2, 1, {"STUB_TIMEOUT": "6"})],
+    [(4, 0, {"WATCHDOG_SECONDS": "30", "STUB_FAULT": "0:3:halt"}), (2, 1, {"STUB_TIMEOUT": "6"})],
     ids=["watchdog", "timeout"],
 )
 def test_the_hanging_rank_is_named_and_all_leave_their_stacks(project: Project, workers: int, rank: int, end: dict):
@@ -269,12 +278,14 @@ def test_the_hanging_rank_is_named_and_all_leave_their_stacks(project: Project, 
     said = result.stderr
     assert result.returncode == 6, result.stdout + said
     assert f"rank {rank} is stuck in begin (" in said and said.count("rank ") == 1, said
+    ranks = ", ".join(map(str, range(workers)))
+    assert (f", after all_reduce 2 of ranks {ranks}" in said) == ("WATCHDOG_SECONDS" in end), said
     assert not list(output.glob("*.stack*"))
     log = (output / "node0.log").read_text()
     assert "rank 9 was" not in log
     if "WATCHDOG_SECONDS" in end:
         assert all(f"rank {each} was ended here:" in log for each in range(workers))
-        assert log.count("all_reduce") >= workers - 1
+        assert log.count(f"Collective operation: in all_reduce 3 of ranks {ranks}") == workers - 1
 
 
 # With a thread, an exit function, and what only the interpreter's end would remove.

@@ -5,7 +5,7 @@ An iteration takes STUB_ITERATION_MS (20 unless said); STUB_TIMEOUT is the proce
 engine's argument has minutes.
 
 STUB_FAULT="RANK:ITERATION:WHAT" makes that rank misbehave when the iteration begins. WHAT is Python to run there, or
-``hang``, or ``nan``: the loss is not a number from then on.
+``hang``, ``halt`` (also after its stack was asked for), or ``nan``: the loss is not a number from then on.
 """
 
 import argparse
@@ -41,6 +41,9 @@ def begin(what: str) -> None:
     """What is planned for this iteration and rank."""
     if what == "hang":
         signal.pause()  # returns when the worker's stack is asked for
+    elif what == "halt":
+        while True:
+            signal.pause()
     elif what != "nan":
         exec(what)
 

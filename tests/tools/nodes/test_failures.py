@@ -4,8 +4,8 @@ docs/failure_table.md is what is checked: a scenario here for each row there, wi
 its exit codes, its status in every node's record, its longest time to the end, and nothing left running on any node.
 
 The hosts and processes are real, torchrun and gloo too; the engine is the stub trainer, and there is no GPU. Each node
-has a directory of its own, as without a shared file system, unless the scenario says otherwise. The hosts make pairs,
-and a scenario is played on three of them at once.
+has a directory of its own, as without a shared file system, unless the scenario says otherwise. Three pairs of
+hosts play at once, and two groups of three.
 """
 
 import json
@@ -59,13 +59,13 @@ def seconds_of(finding: str, times: Times) -> float:
 
 @dataclass
 class Scene:
-    """Two hosts and a project, while a scenario is played, and what came of it.
+    """Two or three hosts and a project, while a scenario is played, and what came of it.
 
     at_end: what is undone when all launchers have ended. records: run.json of each node. left: what still ran.
     """
 
     cluster: Cluster
-    pair: tuple[str, str]
+    hosts: tuple[str, ...]
     project: Project
     output: Path
     port: int
@@ -78,50 +78,69 @@ class Scene:
     left: list[str] = field(default_factory=list)
 
     def start(self, node: int, master: str = "", rank: int | None = None, **environment: str) -> None:
-        words = ["bash", "scripts/run_megatron_t5_ddp.sh", master or self.pair[0], str(node if rank is None else rank)]
+        words = ["bash", "scripts/run_megatron_t5_ddp.sh", master or self.hosts[0], str(node if rank is None else rank)]
         common = {
-            "NNODES": "2", "TRAIN_ITERS": "100000", "LOG_INTERVAL": "1", "STUB_ITERATION_MS": "50",
+            "NNODES": str(len(self.hosts)), "GLOBAL_BATCH_SIZE": "12", "TRAIN_ITERS": "100000", "LOG_INTERVAL": "1",
+            "STUB_ITERATION_MS": "50",
             "MASTER_PORT": str(self.port), "OUTPUT_DIR": str(self.output),
             "STUB_TIMEOUT": str(self.times["DISTRIBUTED_TIMEOUT_MINUTES * 60"]),
             **{name: str(self.times[name]) for name in ("RENDEZVOUS_TIMEOUT", "WATCHDOG_SECONDS")},
         }  # fmt: skip
         everything = self.project.environment | common | environment
-        process = self.cluster.start(self.pair[node], *words, env=everything, cwd=self.project.root)
+        process = self.cluster.start(self.hosts[node], *words, env=everything, cwd=self.project.root)
         self.terminals[node] = Terminal(process)
 
-    def start_both(self, **environment: str) -> None:
-        for node in (0, 1):
+    def start_all(self, **environment: str) -> None:
+        for node in range(len(self.hosts)):
             self.start(node, **environment)
 
     def train(self, **environment: str) -> None:
-        self.start_both(**environment)
+        self.start_all(**environment)
         self.until_it_trains()
 
+    def start_third(self, **environment: str) -> None:
+        """The node of three that does nothing wrong."""
+        if len(self.hosts) > 2:
+            self.start(2, **environment)
+
     def until_it_trains(self) -> None:
-        wait_for(lambda: self.terminals[1].iteration_at or self.terminals[1].ended_at, 60)
+        last = self.terminals[len(self.hosts) - 1]
+        wait_for(lambda: last.iteration_at or last.ended_at, 60)
 
     def srun(self, *options: str) -> None:
-        """Both launchers by one srun, whose output is both terminals'; returns when it trains."""
-        words = ["srun", "--label", "--nodes=2", "--ntasks-per-node=1", f"--nodelist={','.join(self.pair)}", *options]
+        """All launchers by one srun, whose output is all terminals'; returns when it trains."""
+        words = [
+            "srun",
+            "--label",
+            f"--nodes={len(self.hosts)}",
+            "--ntasks-per-node=1",
+            f"--nodelist={','.join(self.hosts)}",
+            *options,
+        ]
         words += ["bash", "scripts/run_megatron_t5_ddp.sh"]
-        settings = {"TRAIN_ITERS": "100000", "MASTER_PORT": str(self.port), "OUTPUT_DIR": str(self.output)}
+        settings = {
+            "TRAIN_ITERS": "100000",
+            "GLOBAL_BATCH_SIZE": "12",
+            "MASTER_PORT": str(self.port),
+            "OUTPUT_DIR": str(self.output),
+        }
         environment = self.project.environment | settings
         terminal = Terminal(self.cluster.start("login", *words, env=environment, cwd=self.project.root))
-        self.terminals = {0: terminal, 1: terminal}
+        self.terminals = dict.fromkeys(range(len(self.hosts)), terminal)
         self.until_it_trains()
 
     def on(self, node: int, command: str) -> subprocess.CompletedProcess:
-        return self.cluster.run(self.pair[node], "bash", "-c", command, cwd=self.project.root, check=False)
+        return self.cluster.run(self.hosts[node], "bash", "-c", command, cwd=self.project.root, check=False)
 
     def signal(self, name: str, *kinds: str) -> None:
         """To these processes of the run on node 1."""
-        pids = [self.cluster.pids(self.pair[1], PROCESSES[kind])[0] for kind in kinds]
+        pids = [self.cluster.pids(self.hosts[1], PROCESSES[kind])[0] for kind in kinds]
         self.began = time.monotonic()
-        self.cluster.kill(self.pair[1], *pids, by=name)
+        self.cluster.kill(self.hosts[1], *pids, by=name)
 
     def pull_cable(self) -> None:
-        self.at_end.callback(self.cluster.link, self.pair[1], "up")
-        self.cluster.link(self.pair[1], "down")
+        self.at_end.callback(self.cluster.link, self.hosts[1], "up")
+        self.cluster.link(self.hosts[1], "down")
         self.began = time.monotonic()
 
     def abandon(self, node: int) -> None:
@@ -131,8 +150,8 @@ class Scene:
             os.killpg(terminal.process.pid, signal.SIGKILL)
 
     def named(self, text: str) -> str:
-        """As if it had been played on node0 and node1."""
-        return re.sub("|".join(self.pair), lambda match: f"node{self.pair.index(match[0])}", text)
+        """As if it had been played on node0, node1 and node2."""
+        return re.sub("|".join(self.hosts), lambda match: f"node{self.hosts.index(match[0])}", text)
 
     def record(self, node: int) -> dict:
         """run.json on that node; empty if there is none."""
@@ -159,46 +178,48 @@ def cable_pulled_briefly(scene: Scene) -> None:
     scene.train(TRAIN_ITERS="150")
     scene.pull_cable()
     time.sleep(13)  # longer than after which a node counts as silent
-    scene.cluster.link(scene.pair[1], "up")
+    scene.cluster.link(scene.hosts[1], "up")
 
 
 def cable_bad(scene: Scene) -> None:
     scene.train(TRAIN_ITERS="40")
     scene.began = time.monotonic()
-    scene.at_end.callback(scene.cluster.spoil_cable(scene.pair[1], milliseconds=50, lost=5, damaged=2))
+    scene.at_end.callback(scene.cluster.spoil_cable(scene.hosts[1], milliseconds=50, lost=5, damaged=2))
 
 
 def power_off(scene: Scene) -> None:
     scene.train()
-    scene.at_end.callback(scene.cluster.boot, scene.pair[1])
+    scene.at_end.callback(scene.cluster.boot, scene.hosts[1])
     scene.began = time.monotonic()
-    scene.cluster.power_off(scene.pair[1])
+    scene.cluster.power_off(scene.hosts[1])
     scene.abandon(1)
 
 
 def node_late(scene: Scene) -> None:
     scene.start(0, TRAIN_ITERS="6")
+    scene.start_third(TRAIN_ITERS="6")
     time.sleep(8)
     scene.start(1, TRAIN_ITERS="6")
 
 
 def rank_of_another_node(scene: Scene) -> None:
-    hosts = " ".join(scene.pair)
+    hosts = " ".join(scene.hosts)
     scene.start(0, HOSTS=hosts)
     scene.start(1, rank=0, HOSTS=hosts)
+    scene.start_third(HOSTS=hosts)
 
 
 def port_taken(scene: Scene) -> None:
     listen = f"import socket; s = socket.create_server(('', {scene.port})); print('ready', flush=True)\nc = []\n"
     listen += "while True: c.append(s.accept())"
-    listener = scene.cluster.start(scene.pair[0], scene.project.environment["PYTHON"], "-c", listen)
+    listener = scene.cluster.start(scene.hosts[0], scene.project.environment["PYTHON"], "-c", listen)
     scene.at_end.callback(os.killpg, listener.pid, signal.SIGKILL)
     assert listener.stdout.readline() == "ready\n"
-    scene.start_both()
+    scene.start_all()
 
 
 def other_secret(scene: Scene) -> None:
-    for node in (0, 1):
+    for node in range(len(scene.hosts)):
         scene.start(node, T5_RUN_SECRET=f"secret of node {node}")
     scene.until_it_trains()
     scene.signal("KILL", "worker")
@@ -208,34 +229,34 @@ def disk_full(scene: Scene) -> None:
     disk = shlex.quote(str(scene.output))
     scene.on(1, f"mkdir -p {disk} && mount -t tmpfs -o size=256k tmpfs {disk}")
     scene.at_end.callback(scene.on, 1, f"umount {disk}")
-    scene.start_both(STUB_FAULT=f"1:20:Path({str(scene.output / 'checkpoint')!r}).write_bytes(bytes(2**20))")
+    scene.start_all(STUB_FAULT=f"1:20:Path({str(scene.output / 'checkpoint')!r}).write_bytes(bytes(2**20))")
 
 
 def another_commit(scene: Scene) -> None:
     git = "git -c user.name=lab -c user.email=lab@localhost -c init.defaultBranch=main"
-    for node in (0, 1):
+    for node in range(len(scene.hosts)):
         scene.on(node, f"export HOME=/run; {git} init -q && {git} commit -q --allow-empty -m 'node {node}'")
-    scene.start_both(TRAIN_ITERS="100")
+    scene.start_all(TRAIN_ITERS="100")
 
 
 def scancel(scene: Scene) -> None:
     scene.srun()
-    number = scene.cluster.login("squeue", "-h", "-o", "%i", f"--nodelist={scene.pair[0]}").stdout.strip()
+    number = scene.cluster.login("squeue", "-h", "-o", "%i", f"--nodelist={scene.hosts[0]}").stdout.strip()
     scene.began = time.monotonic()
     scene.cluster.login("scancel", number)
 
 
 def faulty(what: str, **settings: str) -> Play:
-    return lambda scene: scene.start_both(STUB_FAULT=what, **settings)
+    return lambda scene: scene.start_all(STUB_FAULT=what, **settings)
 
 
 def started(*launchers: dict) -> Play:
     """With these arguments of Scene.start."""
-    return lambda scene: [scene.start(**launcher) for launcher in launchers]
+    return lambda scene: ([scene.start(**launcher) for launcher in launchers], scene.start_third())
 
 
 def spoiled(command: str) -> Play:
-    return lambda scene: (scene.on(1, command), scene.start_both())
+    return lambda scene: (scene.on(1, command), scene.start_all())
 
 
 def signalled(name: str, *kinds: str) -> Play:
@@ -295,20 +316,20 @@ DAILY = ("exception", "worker-killed", "rank-hangs", "data-truncated", "interrup
 # ---- playing -------------------------------------------------------------------------------------------------------
 
 
-def play(cluster: Cluster, project: Project, pair: tuple[str, str], name: str) -> Scene:
+def play(cluster: Cluster, project: Project, hosts: tuple[str, ...], name: str) -> Scene:
     planned, number, directory = SCENARIOS[name], list(SCENARIOS).index(name), project.root.parent
-    output, times = project.root / "outputs" / name, TIMES | planned.times
-    scene = Scene(cluster, pair, project, output, 27000 + number, times)
+    output, times = project.root / "outputs" / f"{name}-{len(hosts)}", TIMES | planned.times
+    scene = Scene(cluster, hosts, project, output, 27000 + number, times)
 
     def left() -> list[str]:
-        return [line for node in pair for line in cluster.foreign(node).values()]
+        return [line for node in hosts for line in cluster.foreign(node).values()]
 
     with ExitStack() as cleanup:
         if not planned.shared:
-            for node in pair:
+            for node in hosts:
                 cleanup.callback(cluster.public, directory, node)
-            cluster.private(directory, pair)
-        cleanup.callback(lambda: [cluster.kill(node, *cluster.foreign(node)) for node in pair])
+            cluster.private(directory, hosts)
+        cleanup.callback(lambda: [cluster.kill(node, *cluster.foreign(node)) for node in hosts])
         cleanup.callback(lambda: [scene.abandon(node) for node in list(scene.terminals)])
         with scene.at_end:
             started = time.monotonic()
@@ -328,29 +349,45 @@ def play(cluster: Cluster, project: Project, pair: tuple[str, str], name: str) -
     return scene
 
 
-@pytest.fixture(scope="module")
-def outcomes(
-    request: pytest.FixtureRequest, running_cluster: Cluster, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[dict[str, Future[Scene]]]:
-    """Of the scenarios, played on three pairs of hosts at once, those first that are asked for first."""
+Outcomes = Iterator[dict[str, Future[Scene]]]
+
+
+def outcomes_of(request: pytest.FixtureRequest, cluster: Cluster, directory: Path, count: int) -> Outcomes:
+    """Of the scenarios of the test that asks, played on groups of so many hosts at once, those first that are asked
+    for first."""
+    test = {2: test_what_happens, 3: test_what_happens_on_three_hosts}[count].__name__
     chosen = [item.callspec.params["name"] for item in request.session.items
-              if getattr(item, "originalname", "") == test_what_happens.__name__]  # fmt: skip
-    project, nodes = make_cluster_project(tmp_path_factory.mktemp("failures")), running_cluster.nodes
+              if getattr(item, "originalname", "") == test]  # fmt: skip
+    project = make_cluster_project(directory)
     # More at a time would need more cores, or the longest times would be the machine's.
-    free: SimpleQueue[tuple[str, str]] = SimpleQueue()
-    for pair in zip(nodes[:6:2], nodes[1:6:2], strict=True):
-        free.put(pair)
+    free: SimpleQueue[tuple[str, ...]] = SimpleQueue()
+    for first in range(0, 6, count):
+        free.put(tuple(cluster.nodes[first : first + count]))
 
     def play_somewhere(name: str) -> Scene:
-        pair = free.get()
+        hosts = free.get()
         try:
-            return play(running_cluster, project, pair, name)
+            return play(cluster, project, hosts, name)
         finally:
-            free.put(pair)
+            free.put(hosts)
 
     pool = ThreadPoolExecutor(free.qsize())
     yield {name: pool.submit(play_somewhere, name) for name in chosen}
     pool.shutdown(cancel_futures=True)
+
+
+@pytest.fixture(scope="module")
+def on_two(
+    request: pytest.FixtureRequest, running_cluster: Cluster, tmp_path_factory: pytest.TempPathFactory
+) -> Outcomes:
+    yield from outcomes_of(request, running_cluster, tmp_path_factory.mktemp("failures"), 2)
+
+
+@pytest.fixture(scope="module")
+def on_three(
+    request: pytest.FixtureRequest, running_cluster: Cluster, tmp_path_factory: pytest.TempPathFactory
+) -> Outcomes:
+    yield from outcomes_of(request, running_cluster, tmp_path_factory.mktemp("failures"), 3)
 
 
 STATUSES = {*status.EXIT_CODES, status.CANCELLED}
@@ -360,14 +397,30 @@ UNWRITTEN = {("disk-full", 1), ("launcher-killed", 1)}
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_what_happens(outcomes: dict[str, Future[Scene]], name: str):
-    scene = outcomes[name].result(timeout=550)
+def test_what_happens(on_two: dict[str, Future[Scene]], name: str):
+    check(on_two[name].result(timeout=550), name)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_what_happens_on_three_hosts(on_three: dict[str, Future[Scene]], name: str):
+    """The third node does nothing wrong, and says what the other innocent one says."""
+    check(on_three[name].result(timeout=550), name)
+
+
+def check(scene: Scene, name: str) -> None:
     _, here, others, codes, longest, *_ = read_table()[name]
+    code_here, code_of_others = codes.split(" / ")
     texts = {node: scene.named(terminal.text) for node, terminal in scene.terminals.items()}
     everything = "\n".join(f"---- node {node}: {scene.terminals[node].exit_code}\n{texts[node]}" for node in texts)
     print(f"\n{name}: {scene.seconds:.1f} s\n{everything}")
     at = SCENARIOS[name].at
-    for node, message, code in zip((at, 1 - at), (here.strip("`"), others.strip("`")), codes.split(" / "), strict=True):
+    for node in range(len(scene.hosts)):
+        message, code = (here, code_here) if node == at else (others, code_of_others)
+        message = message.strip("`").replace("1 of 2 nodes", f"{len(scene.hosts) - 1} of {len(scene.hosts)} nodes")
+        if len(scene.hosts) > 2:  # whichever innocent node was the first to see it
+            message = re.sub(rf": node {1 - at} \(node{1 - at}\): ", ": node <n> (<host>): ", message)
+            message = message.replace(f": rank {1 - at}: ", ": rank <n>: ")
         if node not in texts:
             assert (message, code) == (NOTHING_SAID, NOTHING_SAID)
             continue
