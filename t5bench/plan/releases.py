@@ -30,11 +30,10 @@ def ask_ledger(
     """What the ledger says of a run with this DeepSpeed JSON, in the words of a launcher."""
     strategy, offload = ledger_strategy(config, pipeline_stages)
     precision = next((name for name in ("bf16", "fp16") if config.get(name, {}).get("enabled")), "fp32")
-    # How DeepSpeed's pipeline scales gradients does not depend on bf16, in which the ledger does not clip them.
     return look_up(
         release,
         strategy,
-        precision="fp32" if pipeline_stages > 1 and precision == "bf16" else precision,
+        precision=precision,
         micro_batches=micro_batches,
         offload=offload,
         resumes=resumes,

@@ -20,6 +20,7 @@ _OF_A_CELL = ("release", "strategy", "mode", "verdict", "torch")
 RIGHT = "right"
 WRONG = "wrong"
 UNKNOWN = "not measured"
+RIGHT_IN_FP32 = "not measured in {}; right in fp32"
 PIPELINE = "deepspeed-pipeline"
 PIPELINE_CLIPPING = "pipeline clipping"
 
@@ -28,8 +29,10 @@ PIPELINE_CLIPPING = "pipeline clipping"
 class LedgerAnswer:
     """What the ledger says of a run."""
 
-    verdict: str  # a cell's, or UNKNOWN
-    said: str = ""  # in words; "" if the verdict is "right", or if only this mode of the release was not measured
+    verdict: str
+    """A cell's, UNKNOWN or RIGHT_IN_FP32."""
+    said: str = ""
+    """In words; "" if the verdict is "right", or if only this mode of the release was not measured."""
 
     def __str__(self) -> str:
         return f"{self.verdict}: {self.said}" if self.said else self.verdict
@@ -109,11 +112,11 @@ def look_up(
 ) -> LedgerAnswer:
     """The worst verdict of the modes that a run of a launcher is in.
 
-    strategy: zero1, zero2, zero3, zero3_offload or deepspeed-pipeline. precision: fp32, bf16 or fp16. A fault in
-    fp32 also speaks for fp16, and for bf16 where that was not measured; that fp32 is right says nothing of fp16, and
-    a pipeline that was trained without clipping only is not called right. offload: of the optimizer, by
-    another strategy than zero3_offload. A release that was not measured, between two in which a mode is wrong, counts
-    as wrong.
+    strategy: zero1, zero2, zero3, zero3_offload or deepspeed-pipeline. precision: fp32, bf16 or fp16. A fault in fp32
+    also speaks for 16 bits, where the same way of training was not measured in them; that fp32 is right is then called
+    RIGHT_IN_FP32, and a pipeline that was trained without clipping only is not called right. offload: of the
+    optimizer, by another strategy than zero3_offload. A release that was not measured, between two in which a mode is
+    wrong, counts as wrong.
     """
     try:
         ledger = _read(path)
@@ -125,7 +128,7 @@ def look_up(
         return LedgerAnswer(UNKNOWN, f"the ledger does not know DeepSpeed {release}")
     measured = [cell for cell in ledger["cells"] if cell["strategy"] == strategy]
 
-    def cells_in(precision: str) -> list[dict[str, Any]]:
+    def cells_in(precision: str, *, resumes: bool) -> list[dict[str, Any]]:
         modes = {
             mode["name"]
             for mode in ledger["modes"]
@@ -133,28 +136,36 @@ def look_up(
             and (mode["micro_batches"] > 1) == (micro_batches > 1)
             and mode["offload"] == offload
             and is_of_launchers(mode)
-            and (resumes or not mode["resumes"])
+            and mode["resumes"] == resumes
         }
         return [cell for cell in measured if cell["mode"] in modes]
 
-    cells = cells_in("fp32")
-    own = [cell for cell in cells if version_of(cell["release"]) == version]
-    if precision == "bf16":
-        in_bf16 = [cell for cell in cells_in("bf16") if version_of(cell["release"]) == version]
-        own = in_bf16 or own
-    in_fp16 = [cell for cell in cells_in("fp16") if version_of(cell["release"]) == version]
-    if precision == "fp16":
-        own += in_fp16
+    of_fp32: list[dict[str, Any]] = []
+    own: list[dict[str, Any]] = []
+    lacks_own_precision = False
+    for how in (False, True) if resumes else (False,):
+        in_fp32 = cells_in("fp32", resumes=how)
+        of_fp32 += in_fp32
+        in_fp32 = [cell for cell in in_fp32 if version_of(cell["release"]) == version]
+        in_16_bits = [cell for cell in cells_in(precision, resumes=how) if version_of(cell["release"]) == version]
+        if precision == "fp32":
+            own += in_fp32
+        elif precision == "bf16" and in_16_bits and strategy != PIPELINE:
+            own += in_16_bits
+        else:  # a fault of fp16's own scaling, or of the pipeline's, is none of fp32's, and the reverse
+            own += [*in_fp32, *in_16_bits]
+            lacks_own_precision |= not in_16_bits or strategy == PIPELINE
     if own:
         answer = _worst(own)
-        lacks_fp16 = precision == "fp16" and not in_fp16
         lacks_clipping = strategy == PIPELINE and all(cell["mode"] != PIPELINE_CLIPPING for cell in own)
-        if answer.verdict == RIGHT and (lacks_fp16 or (lacks_clipping and precision != "bf16")):
+        if answer.verdict == RIGHT and lacks_clipping:
             return LedgerAnswer(UNKNOWN)
+        if answer.verdict == RIGHT and lacks_own_precision:
+            return LedgerAnswer(RIGHT_IN_FP32.format(precision))
         return answer
     if any(cell["release"] and version_of(cell["release"]) == version for cell in ledger["cells"]):
         return LedgerAnswer(UNKNOWN)
-    return _between(cells, version, release)
+    return _between(of_fp32, version, release)
 
 
 def look_up_torch(

@@ -74,27 +74,30 @@ MODES = (
         (*ZERO_STRATEGIES, STAGE_0, DEEPSPEED_PIPELINE, *TORCH_STRATEGIES), "bf16",
     ),
     Mode(PIPELINE_CLIPPING, f"fp32, DeepSpeed's pipeline clips at {PIPELINE_CLIP_NORM}", tuple(PIPELINES)),
-    Mode("fp16 overflow", "fp16, a gradient overflows in one process's partition", tuple(OVERFLOWING), "fp16"),
+    Mode(
+        "fp16 overflow", "fp16, a gradient overflows in one process's partition; no clipping", tuple(OVERFLOWING),
+        "fp16",
+    ),
     Mode("one micro-batch", "fp32, one micro-batch", (*_SHARDED, *TORCH_STRATEGIES), micro_batches=1),
     Mode(
         "three processes", "fp32, three processes: what cannot be divided is padded",
         (*ZERO_STRATEGIES, BASELINE, "fsdp2"), processes=3,
     ),
     Mode("four processes", "fp32, four processes", (*ZERO_STRATEGIES, BASELINE, "fsdp2"), processes=4),
-    Mode("clipping unset", "fp32, no gradient_clipping in the JSON", _SHARDED, clipping=False),
+    Mode("clipping unset", "fp32, no gradient_clipping in the JSON: nothing may be clipped", _SHARDED, clipping=False),
     Mode(
         "fp32 accumulation", "bf16, gradients accumulated in fp32 (data_types)", _SHARDED, "bf16",
         fp32_accumulation=True, config=_FP32_SUMS,
     ),
-    Mode("offload", "fp32, optimizer offloaded to the CPU", ("zero1", "zero2"), offload=True),
-    Mode("bf16 offload", "bf16, optimizer offloaded to the CPU", ("zero1", "zero2"), "bf16", offload=True),
+    Mode("offload", "fp32, PyTorch's optimizer offloaded to the CPU", ("zero1", "zero2"), offload=True),
+    Mode("bf16 offload", "bf16, PyTorch's optimizer offloaded to the CPU", ("zero1", "zero2"), "bf16", offload=True),
     Mode(
         "resume", f"fp32, saved after iteration {SAVED_AFTER} and resumed", (*ZERO_STRATEGIES, *TORCH_STRATEGIES),
         resumes=True,
     ),
     Mode(
-        "all-reduce fetch", "fp32, three processes, stage3_use_all_reduce_for_fetch_params", ("zero3",), processes=3,
-        poisons_memory=True, config=_ALL_REDUCE_FETCH,
+        "all-reduce fetch", "fp32, three processes, stage3_use_all_reduce_for_fetch_params, fresh memory full of nan",
+        ("zero3",), processes=3, poisons_memory=True, config=_ALL_REDUCE_FETCH,
     ),
 )  # fmt: skip
 

@@ -43,14 +43,17 @@ finds them. It installs each release in a folder of its own, trains a tiny T5 wi
 in the modes below, and compares loss and gradient norm of every iteration with DDP's, which needs no DeepSpeed. The
 bounds are those of [the parity check](../parity.md). DeepSpeed's own pipeline engine, which the native engine does not
 use, trains four layers instead; its loss is compared with plain PyTorch's. In fp16, which the native engine does not
-have, ZeRO trains two vectors whose losses are known.
+have, ZeRO trains two vectors whose losses are known. ZeRO's optimizer is PyTorch's AdamW, for the pipeline and the
+vectors plain SGD: DeepSpeed's own, which must be compiled (cpu_adam, fused_adam), are not tried.
 
 The strategies that need no DeepSpeed are trained under each release of PyTorch, and compared with DDP; DDP is compared
 with one process.
 
 All cells were measured on a CPU over gloo, for {ITERATIONS} iterations, with {PROCESSES} processes unless the mode says
-otherwise, the pipeline with {PIPELINE_PROCESSES}. That shows what a release computes, but not whether its CUDA kernels
-work. `right` means: within the bound in this mode. Releases and modes that are not in the table were not measured.
+otherwise, hybrid and DeepSpeed's pipeline with {PIPELINE_PROCESSES}. That shows what a release computes, but not
+whether its CUDA kernels work. `right` means: within the bound in this mode. Releases and modes that are not in the
+table were not measured: of a run in bf16 or fp16 that only fp32 cells speak for, a launcher's record says `not measured
+in bf16; right in fp32`.
 
 ```
 python -m t5bench ledger                                              # all releases, all modes
