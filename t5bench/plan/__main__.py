@@ -24,7 +24,8 @@ from pathlib import Path
 
 from t5bench import EXIT_CONFIGURATION, Problem, note
 from t5bench.plan import node_checks, run_lock
-from t5bench.plan.interpreter import needs_link, path_of_programs, plain_caches, plain_link
+from t5bench.plan.engine import offload_device
+from t5bench.plan.interpreter import needs_link, path_of_programs, plain_caches, plain_link, torch_elsewhere
 from t5bench.plan.launchers import declaration
 from t5bench.plan.planner import plan
 from t5bench.plan.scripts import SCRIPTS, script_defaults, script_values
@@ -108,11 +109,30 @@ def choose_checkpoint(planned: Plan, *, agree: bool) -> Plan:
     return replace(planned, resume_from=iteration, notes=[*planned.notes, told])
 
 
+def what_is_compiled(planned: Plan) -> str:
+    """What a run compiles with PyTorch's headers and libraries; "" if nothing."""
+    if "--compile" in planned.arguments.extra:
+        return "what --compile makes of the layers"
+    if planned.engine != "megatron":
+        return ""
+    if planned.device == "cuda":
+        return "the engine's kernels"
+    offloads = planned.ds_config and offload_device(planned.ds_config, "offload_optimizer") == "cpu"
+    return "DeepSpeed's cpu_adam" if offloads else ""
+
+
 def with_plain_paths(planned: Plan) -> Plan:
     """The plan with paths that compilers can read: PyTorch and DeepSpeed quote none of theirs."""
     try:
         planned = replace(planned, environment={**planned.environment, **plain_caches(os.environ)})
-        if not needs_link() or not Path(planned.python).is_relative_to(sys.prefix):
+        can_be_linked = Path(planned.python).is_relative_to(sys.prefix)
+        if what_is_compiled(planned) and (place := torch_elsewhere(can_be_linked=can_be_linked)):
+            found = (
+                f"{what_is_compiled(planned)} cannot be compiled, because compilers cannot read PyTorch's path: {place}"
+            )
+            remedy = "Use an environment with a PyTorch of its own, or one whose path has no blank, quote or accent"
+            return stopped(planned, Problem(found, remedy, "path-of-python", fatal=False))
+        if not needs_link() or not can_be_linked:
             return planned
         link = plain_link()
     except OSError as error:

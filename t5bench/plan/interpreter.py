@@ -7,6 +7,7 @@ import re
 import shutil
 import sys
 from collections.abc import Mapping
+from importlib import util
 from pathlib import Path
 
 # What compilers' and linkers' command lines take without quotes: PyTorch and DeepSpeed write none.
@@ -44,6 +45,15 @@ def is_plain(path: str | Path) -> bool:
 def needs_link(prefix: str = sys.prefix) -> bool:
     """Whether what is compiled with the environment in this directory would fail, as for its blank or apostrophe."""
     return not is_plain(prefix) and is_environment(Path(prefix))
+
+
+def torch_elsewhere(*, can_be_linked: bool) -> str:
+    """PyTorch's folder, if compilers cannot read its path and a link to this environment would not help, because it is
+    another environment's, which this one is built on; else "". can_be_linked: whether a link is used at all."""
+    spec = util.find_spec("torch")
+    place = str(Path(spec.origin).parent) if spec and spec.origin else "/"
+    is_linked = can_be_linked and needs_link() and Path(place).is_relative_to(sys.prefix)
+    return "" if is_plain(place) or is_linked else place
 
 
 def plain_folder(*, short: bool = False) -> Path:

@@ -219,6 +219,20 @@ def test_an_environment_whose_path_compilers_cannot_read_is_started_through_a_li
         plain_link(str(environment), tmp_path / "links")
 
 
+def test_what_needs_another_environments_pytorch_cannot_be_compiled_from_an_unreadable_path(
+    project: Project, tmp_path: Path
+):
+    """A venv on top of an environment in "my folder" sees that one's PyTorch, which no link to the venv can rename."""
+    site = tmp_path / "my folder" / "site-packages"
+    (site / "torch").mkdir(parents=True)
+    (site / "torch" / "__init__.py").touch()
+    settings = {"PYTHONPATH": f"{site}:{REPO_ROOT}", "DEVICE": "cpu"}
+    refused = project.launch("zero3_offload", **settings)
+    assert refused.returncode == 2 and "DeepSpeed's cpu_adam cannot be compiled" in refused.stderr, refused.stderr
+    assert str(site / "torch") in refused.stderr
+    assert "cannot be compiled" not in project.launch("ddp", **settings).stderr
+
+
 @pytest.mark.parametrize("name", ["TORCH_EXTENSIONS_DIR", "TORCHINDUCTOR_CACHE_DIR", "XDG_CACHE_HOME", "HOME"])
 def test_pytorch_compiles_where_compilers_can_read_the_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str):
     monkeypatch.setattr(interpreter, "plain_folder", lambda: tmp_path)
