@@ -1,18 +1,21 @@
 """Data parallelism by PyTorch's DDP, with which tensor parallelism combines: the trainer on which the others build."""
 
 import inspect
+import os
 from argparse import Namespace
-from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from native.data import Batch
 from native.model import Model, build, initialise, parts_of, shape_of
-from native.parallel import Mesh, clip_gradients, sum_tied_gradients
+from native.parallel import Axis, Mesh, clip_gradients, local_part, sum_tied_gradients
+from native.pieces import KINDS, MOMENTS, WEIGHTS, Piece, boxes_of_rows, shared_out
 from native.precision import forget_copies
 from native.sequence_parallel import sum_sequence_gradients
+from native.tensor_parallel import Slice
+from t5bench.costmodel.layout import rank_at
 
 # All replicas start from the same weights, so DDP need not broadcast them; PyTorch 2.4 has no option for this.
 CAN_SKIP_BROADCAST = "init_sync" in inspect.signature(DistributedDataParallel).parameters
@@ -121,20 +124,84 @@ class TorchTrainer:
         """A micro-batch's mean loss, []."""
         return mean_loss(self.model(*micro_batch), micro_batch[-1])
 
-    def shard(self, directory: Path) -> Path:
-        """The file with the weights of this tensor- and pipeline-parallel rank, by Megatron's naming."""
-        folder = f"mp_rank_{self.mesh.tp.rank:02d}"
-        if self.mesh.pp.size > 1:
-            folder += f"_{self.mesh.pp.rank:03d}"
-        return directory / folder / "model_optim_rng.pt"
+    # ---- what a checkpoint has of it: see checkpoint.py ----
 
-    def save(self, directory: Path) -> None:
-        if self.mesh.dp.rank == 0:
-            path = self.shard(directory)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            torch.save({"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}, path)
+    @property
+    def updates(self) -> int:
+        """AdamW's steps so far."""
+        return int(next(iter(self.optimizer.state.values()))["step"])
 
-    def load(self, directory: Path) -> None:
-        state = torch.load(self.shard(directory), map_location=self.args.device, weights_only=True)
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+    def begin_load(self, updates: int) -> None:
+        """Gives AdamW its averages, which it would otherwise make in its first step."""
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                self.optimizer.state[parameter] = empty_state(parameter, updates)
+
+    def end_load(self) -> None:
+        """Gives the copies of tied embeddings what has been loaded into the first ones."""
+        states = [{WEIGHTS: parameter.data, **moments} for parameter, moments in self.optimizer.state.items()]
+        state_of = dict(zip(self.optimizer.state, states, strict=True))
+        for embedding in self.model.tied:
+            if not embedding.copies:
+                continue
+            first, *others = embedding.copies
+            for kind in KINDS:
+                value = state_of[first][kind]
+                embedding.axis.broadcast(value)
+                for other in others:
+                    state_of[other][kind].copy_(value)
+
+    def pieces(self) -> list[Piece]:
+        """The boxes of the whole model's weights and averages that this process holds, and who writes each.
+
+        Of replicas, those on the first one's node share the writing; what all tensor-parallel ranks hold, the first
+        writes. The first stage writes a tied embedding, and the others receive it when a checkpoint is loaded.
+        """
+        replicas = replicas_on_one_node(self.mesh, self.replicas_of_states())
+        counted_here = 1 if self.mesh.is_first_stage else 0
+        copies = {copy for embedding in self.model.tied for copy in embedding.copies[counted_here:]}
+        held = [(name, parameter) for name, parameter in self.model.named_parameters() if parameter not in copies]
+        sizes = [local_part(parameter).numel() for _, parameter in held for _ in KINDS]
+        writers = iter(shared_out(sizes, len(replicas)))
+        tp = self.mesh.tp
+        pieces = []
+        for name, parameter in held:
+            tp_slice: Slice = getattr(parameter, "tp_slice", WHOLE)
+            is_sliced = hasattr(parameter, "tp_slice")
+            slice_axis = tp if is_sliced else Axis()
+            shape = tuple(parameter.shape)
+            stretches = tp_slice.stretches(shape[tp_slice.dim], slice_axis)
+            boxes = boxes_of_rows(len(shape), tp_slice.dim, stretches, self.rows_of(parameter))
+            whole_shape = tp_slice.whole_shape(shape, slice_axis)
+            values = {WEIGHTS: parameter, **self.optimizer.state[parameter]}
+            for kind in KINDS:
+                replica = replicas[next(writers)]
+                writer = rank_at(self.mesh.pp.rank, replica, tp.rank if is_sliced else 0, tp.size, self.mesh.dp.size)
+                local = local_part(values[kind].detach())
+                key = f"{kind}.{self.model.whole_name(name)}"
+                pieces += [Piece(key, whole_shape, box.offsets, box.of(local), writer) for box in boxes]
+        return pieces
+
+    def replicas_of_states(self) -> range:
+        """The data-parallel ranks that hold what this process holds."""
+        return range(self.mesh.dp.size)
+
+    def rows_of(self, parameter: nn.Parameter) -> tuple[int, int]:
+        """Where the rows that this process holds begin and end, in the tensor-parallel rank's part of a parameter."""
+        return 0, len(parameter)
+
+
+WHOLE = Slice(0, 1)
+
+
+def empty_state(parameter: Tensor, updates: int) -> dict[str, Tensor]:
+    """AdamW's state of a parameter as it is before its first step, but for the number of steps."""
+    step = torch.tensor(float(updates), device=parameter.device)
+    return {"step": step} | {kind: torch.zeros_like(parameter, requires_grad=False) for kind in MOMENTS}
+
+
+def replicas_on_one_node(mesh: Mesh, replicas: range) -> list[int]:
+    """Those of these data-parallel ranks that are on the first one's node: its disk need not be the others'."""
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    nodes = [rank_at(mesh.pp.rank, replica, 0, mesh.tp.size, mesh.dp.size) // here for replica in replicas]
+    return [replica for replica, node in zip(replicas, nodes, strict=True) if node == nodes[0]]

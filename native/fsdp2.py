@@ -9,8 +9,6 @@ Gradients are reduced once, in the last micro-batch's backward pass; until then 
 
 import warnings
 from argparse import Namespace
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +20,7 @@ from native.data import Batch
 from native.data_parallel import TorchTrainer, make_optimizer
 from native.layers import Layer
 from native.model import build, initialise
-from native.parallel import Axis, Mesh, clip_gradients, mesh_device
+from native.parallel import Axis, Mesh, clip_gradients, local_part, mesh_device
 
 # The model returns a view, the losses; nothing changes them in place.
 warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
@@ -93,35 +91,14 @@ class FSDP2Trainer(TorchTrainer):
                 module.reshard()
         return loss
 
-    def save(self, directory: Path) -> None:
-        """Writes the file that DDP would write: whole tensors, gathered one at a time, by the first process."""
-        optimizer = self.optimizer.state_dict()
-        moments = {}
-        for number, entry in optimizer["state"].items():
-            moments[number] = {name: self.gathered(value) for name, value in entry.items()}
-        model = {name: self.gathered(parameter) for name, parameter in self.model.named_parameters()}
-        if self.mesh.dp.rank == 0:
-            path = self.shard(directory)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            torch.save({"model": model, "optimizer": optimizer | {"state": moments}}, path)
+    def replicas_of_states(self) -> range:
+        return range(self.shards.rank, self.mesh.dp.size, self.shards.size)
 
-    def gathered(self, value: Any) -> Any:
-        """The whole of a divided tensor in host memory, on the process that writes it; None on the others."""
-        whole = value.full_tensor() if isinstance(value, DTensor) else value
-        return whole.cpu() if self.mesh.dp.rank == 0 else None
-
-    def load(self, directory: Path) -> None:
-        """Each process reads its parts alone; mmap leaves the others on the disk."""
-        state = torch.load(self.shard(directory), map_location="cpu", weights_only=True, mmap=True)
-        with torch.no_grad():
-            for name, parameter in self.model.named_parameters():
-                fill(parameter, state["model"][name])
-        # The optimizer numbers its parameters through all groups.
-        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-        for number, entry in state["optimizer"]["state"].items():
-            for name in ("exp_avg", "exp_avg_sq"):
-                entry[name] = divided_like(parameters[number], entry[name])
-        self.optimizer.load_state_dict(state["optimizer"])
+    def rows_of(self, parameter: nn.Parameter) -> tuple[int, int]:
+        """fully_shard gives the first processes equal numbers of rows, and the last ones what is left."""
+        each = -(-len(parameter) // self.shards.size)
+        begin = min(self.shards.rank * each, len(parameter))
+        return begin, begin + len(local_part(parameter))
 
 
 def divided_like(parameter: nn.Parameter, whole: Tensor) -> DTensor:

@@ -37,6 +37,11 @@ class Axis:
             dist.all_reduce(tensor, op=op, group=self.group)
         return tensor
 
+    def broadcast(self, tensor: Tensor) -> None:
+        """Gives all processes of the axis what its first one has, in place."""
+        if self.size > 1:
+            dist.broadcast(tensor, dist.get_global_rank(self.group, 0), group=self.group)
+
 
 @dataclass
 class Mesh:

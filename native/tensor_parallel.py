@@ -75,6 +75,11 @@ class Slice(NamedTuple):
     def whole_shape(self, local: tuple[int, ...], tp: Axis) -> tuple[int, ...]:
         return (*local[: self.dim], local[self.dim] * tp.size, *local[self.dim + 1 :])
 
+    def stretches(self, length: int, tp: Axis) -> list[tuple[int, int, int]]:
+        """Of a part of this length along `dim`, for each block: where it begins here and in the whole, its length."""
+        each = length // self.blocks
+        return [(block * each, (block * tp.size + tp.rank) * each, each) for block in range(self.blocks)]
+
     def cut(self, whole: Tensor, tp: Axis) -> Tensor:
         """This rank's part of a whole tensor."""
         parts = [block.chunk(tp.size, self.dim)[tp.rank] for block in whole.chunk(self.blocks, self.dim)]

@@ -1,8 +1,6 @@
 """A run from its arguments to its last line: data, the loop, evaluations, checkpoints, and a clean end.
 
-A checkpoint is <directory>/iter_0000020/..., and latest_checkpointed_iteration.txt once it is complete. Weights and
-optimizer states are written once per tensor- and pipeline-parallel rank, by the first data-parallel rank (the others'
-are the same); DeepSpeed writes its own shards. Every process writes its dropout state.
+checkpoint.py says what a checkpoint is.
 """
 
 import gc
@@ -18,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from native import checkpoint
 from native.data import Batch, open_data, open_test
 from native.data_parallel import TorchTrainer
 from native.metrics import Metrics, print_line
@@ -26,8 +25,6 @@ from native.token_file import TokenFile, Vocabulary, pad_vocabulary
 from native.trainers import make_trainer
 from t5bench import Problem
 from t5bench.imports import import_deepspeed, leave_out_compiler
-
-TRACKER = "latest_checkpointed_iteration.txt"
 
 
 def learning_rate(args: Namespace, iteration: int) -> float:
@@ -84,56 +81,11 @@ def evaluated_loss(trainer: TorchTrainer, args: Namespace, batches: Iterator[Bat
     return losses.mean()
 
 
-def checkpoint_folder(directory: str, iteration: int) -> Path:
-    return Path(directory, f"iter_{iteration:07d}")
-
-
-def dropout_file(folder: Path, args: Namespace) -> Path:
-    """The file of this process's dropout states in a checkpoint."""
-    return folder / f"random_{args.rank:05d}.pt"
-
-
-def dropout_generators(args: Namespace, mesh: Mesh) -> dict[str, torch.Generator]:
-    """What this process's dropout masks are drawn from."""
-    generators = {"cpu": torch.default_generator, "tp": mesh.tp.rng}
-    if args.device.type == "cuda":
-        generators["cuda"] = torch.cuda.default_generators[args.device.index]
-    return generators
-
-
-def save(trainer: TorchTrainer, args: Namespace, mesh: Mesh, iteration: int) -> None:
-    folder = checkpoint_folder(args.save, iteration)
-    trainer.save(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    states = {name: generator.get_state() for name, generator in dropout_generators(args, mesh).items()}
-    torch.save(states, dropout_file(folder, args))
-    dist.barrier()  # the tracker names a checkpoint once all processes have written theirs
-    if args.local_rank == 0:
-        tracker = Path(args.save, f"{TRACKER}.{args.rank}")
-        tracker.write_text(str(iteration))
-        tracker.replace(Path(args.save, TRACKER))
-    dist.barrier()
-
-
-def load(trainer: TorchTrainer, args: Namespace, mesh: Mesh, iteration: int) -> None:
-    folder = checkpoint_folder(args.load, iteration)
-    trainer.load(folder)
-    generators = dropout_generators(args, mesh)
-    path = dropout_file(folder, args)
-    if not path.is_file():  # a checkpoint that was converted from another layout; dropout begins anew
-        for generator in generators.values():
-            generator.manual_seed(generator.initial_seed() + iteration)
-        return
-    states = torch.load(path, weights_only=True)
-    for name, generator in generators.items():
-        generator.set_state(states[name])
-
-
 def last_saved_iteration(args: Namespace) -> int:
     """Of the checkpoint of --load, which the launcher has checked; 0 if there is none."""
     if not args.load:
         return 0
-    tracker = Path(args.load, TRACKER)
+    tracker = Path(args.load, checkpoint.TRACKER)
     return int(tracker.read_text()) if tracker.is_file() else 0
 
 
@@ -186,7 +138,7 @@ def run(args: Namespace) -> None:
     trainer = make_trainer(args, mesh)
     training, validation = open_data(args, mesh.dp.rank, file, vocabulary, done)
     if done:
-        load(trainer, args, mesh, done)
+        checkpoint.load(trainer, args, mesh, done)
     metrics = Metrics(args, mesh)
     if args.rank == 0:
         print_line(
@@ -230,6 +182,7 @@ def train(
     """The iterations after `done`, with their evaluations and checkpoints."""
     if args.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()  # of training alone, as Megatron-DeepSpeed counts it
+    saver = checkpoint.Saver(trainer, args, mesh) if args.save else None
     for iteration in range(done + 1, args.train_iters + 1):
         loss, norm = trainer.step(next(training), learning_rate(args, iteration - 1))
         metrics.record(iteration, loss, norm, learning_rate(args, iteration))
@@ -237,8 +190,12 @@ def train(
         exits = bool(args.exit_interval) and iteration % args.exit_interval == 0
         if args.eval_iters and (iteration % args.eval_interval == 0 or is_last):
             evaluate(trainer, args, validation, metrics, iteration)
-        if args.save and (iteration % args.save_interval == 0 or exits or is_last):
+        if saver:
+            saver.check()
+        if saver and (iteration % args.save_interval == 0 or exits or is_last):
             with metrics:
-                save(trainer, args, mesh, iteration)
+                saver.save(iteration)
         if exits:
-            return
+            break
+    if saver:
+        saver.close()

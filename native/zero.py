@@ -2,15 +2,16 @@
 
 import math
 from argparse import Namespace
-from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from native.data import Batch
-from native.data_parallel import TorchTrainer, make_optimizer
-from native.model import build, initialise
+from native.data_parallel import TorchTrainer, empty_state, make_optimizer
+from native.model import build, initialise, shape_of
 from native.parallel import Mesh
+from native.pieces import KINDS, WEIGHTS, Piece, boxes_of_stretch
 from t5bench import Problem
 from t5bench.costmodel.job import REDUCE_ONCE_RELEASE
 
@@ -33,7 +34,7 @@ class ZeroTrainer(TorchTrainer):
         if args.device.type == "cpu":
             for offload in {"offload_optimizer", "offload_param"} & zero.keys():
                 zero[offload]["pin_memory"] = False
-        has_sharded_parameters = zero["stage"] == 3
+        self.divides_parameters = has_sharded_parameters = zero["stage"] == 3
 
         def fill(parameter: torch.nn.Parameter, values: Tensor) -> None:
             with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0, enabled=has_sharded_parameters):
@@ -84,8 +85,74 @@ class ZeroTrainer(TorchTrainer):
             norm = math.nan
         return torch.as_tensor(norm, dtype=torch.float32, device=self.args.device)
 
-    def save(self, directory: Path) -> None:
-        self.model.save_checkpoint(str(directory.parent), tag=directory.name, save_latest=False)
+    # ---- what a checkpoint has of it: see checkpoint.py ----
 
-    def load(self, directory: Path) -> None:
-        self.model.load_checkpoint(str(directory.parent), tag=directory.name)
+    @property
+    def partitions(self) -> list[Tensor]:
+        """What AdamW updates: this process's fp32 parts of all parameters, laid end to end."""
+        zero = self.model.optimizer
+        return zero.fp32_partitioned_groups_flat if self.divides_parameters else zero.single_partition_of_fp32_groups
+
+    @property
+    def updates(self) -> int:
+        return int(self.model.optimizer.optimizer.state[self.partitions[0]]["step"])
+
+    def begin_load(self, updates: int) -> None:
+        adam = self.model.optimizer.optimizer
+        for partition in self.partitions:
+            adam.state[partition] = empty_state(partition, updates)
+
+    def end_load(self) -> None:
+        """Makes the parameters anew from their fp32 masters."""
+        zero = self.model.optimizer
+        if not self.divides_parameters:
+            zero.update_lp_params()
+            return
+        zero.checkpoint_event_prologue()
+        for parameter in self.model.module.parameters():
+            group, begin, length = zero.grad_position[zero.get_param_id(parameter)]
+            parameter.ds_tensor.data.copy_(self.partitions[group].narrow(0, begin, length))
+        zero.checkpoint_event_epilogue()  # gathers the small ones, which every process keeps whole
+
+    def pieces(self) -> list[Piece]:
+        """Each process has a stretch of a parameter's elements, or none."""
+        module = self.model.module
+        adam = self.model.optimizer.optimizer
+        pieces = []
+        for name, parameter in module.named_parameters():
+            stretch = self.stretch_of(parameter)
+            if not stretch:
+                continue
+            shape = shape_of(parameter)
+            partition = self.partitions[stretch.group]
+            values = {WEIGHTS: partition, **adam.state[partition]}
+            for kind in KINDS:
+                begin = stretch.place
+                for offsets, sizes in boxes_of_stretch(shape, stretch.begin, stretch.end):
+                    box = values[kind].detach().narrow(0, begin, math.prod(sizes)).view(sizes)
+                    pieces.append(Piece(f"{kind}.{module.whole_name(name)}", shape, offsets, box, self.args.rank))
+                    begin += box.numel()
+        return pieces
+
+    def stretch_of(self, parameter: torch.nn.Parameter) -> "Stretch | None":
+        zero = self.model.optimizer
+        if self.divides_parameters:
+            group, place, length = zero.grad_position[zero.get_param_id(parameter)]
+            begin = self.mesh.dp.rank * length
+            end = min(begin + length, parameter.ds_numel)  # the last ones have padding
+            return Stretch(group, place, begin, end) if begin < end else None
+        mapping = parameter._hp_mapping
+        if mapping is None:
+            return None
+        begin = mapping.lp_fragment_address.start
+        place = mapping.hp_fragment_address.start
+        return Stretch(mapping.param_group_index, place, begin, begin + mapping.lp_fragment_address.numel)
+
+
+class Stretch(NamedTuple):
+    """Elements [begin, end) of a parameter, which are at `place` in one of this process's partitions."""
+
+    group: int
+    place: int
+    begin: int
+    end: int

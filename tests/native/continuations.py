@@ -1,0 +1,240 @@
+"""Every setup of the native engine continues every other's checkpoint: trains all pairs, and compares the curves.
+
+    python tests/native/continuations.py FAMILY PRECISION [SETUP...]
+
+prints one JSON object: for each pair, the largest relative difference of a loss and of a gradient norm after the change
+from the uninterrupted run of the new setup. Without names of setups, all of them. The processes are forked from this
+one, so that torch is imported once. A setup's processes continue all checkpoints in turn, and before each everything
+that they hold is made nan, so that nothing can be left from the one before.
+"""
+
+import contextlib
+import gc
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+os.environ |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+
+import torch
+import torch._dynamo
+import torch.distributed as dist
+from real_runs import environment
+from support import REPO_ROOT
+
+from native import checkpoint
+from native.arguments import parse
+from native.data import open_data
+from native.parallel import Mesh, local_part
+from native.token_file import TokenFile, pad_vocabulary
+from native.train import learning_rate, share_vocabulary
+from native.trainers import make_trainer
+from t5bench.imports import import_deepspeed, leave_out_compiler
+from t5bench.plan import planner
+from t5bench.plan.ports import free_port
+
+SAVED = 3
+LAST = 6
+SIZES = {
+    "t5": {"ENCODER_SEQ_LENGTH": "32", "DECODER_SEQ_LENGTH": "16"},
+    "gpt": {"SEQ_LENGTH": "32", "TOKENIZER_MODEL": str(REPO_ROOT / "megatron_data" / "sample" / "tokenizer")},
+}
+RECIPE = {
+    "ENGINE": "native", "DEVICE": "cpu", "MODEL_PRESET": "tiny", "TRAIN_ITERS": str(LAST), "GLOBAL_BATCH_SIZE": "12",
+    "MICRO_BATCH_SIZE": "1", "LR": "0.01", "MIN_LR": "0.001", "LR_WARMUP_ITERS": "2", "WEIGHT_DECAY": "1",
+    "CLIP_GRAD": "1.3", "DROPOUT": "0", "WANDB_MODE": "disabled", "DATALOADER_WORKERS": "0",
+}  # fmt: skip
+
+
+class Setup(NamedTuple):
+    strategy: str
+    processes: int
+    settings: dict[str, str] = {}  # noqa: RUF012
+
+
+SETUPS = {
+    "DDP, 1 process": Setup("ddp", 1),
+    "DDP, 3": Setup("ddp", 3),
+    "ZeRO-1, 2": Setup("zero1", 2),
+    "ZeRO-2, 3": Setup("zero2", 3),
+    "ZeRO-3, 3": Setup("zero3", 3),
+    "ZeRO-3 offload, 2": Setup("zero3_offload", 2),
+    "FSDP2, 3": Setup("fsdp2", 3),
+    "HSDP, 2 x 2": Setup("fsdp2", 4, {"FSDP_SHARD_SIZE": "2"}),
+    "FSDP2 with TP, 2 x 2": Setup("fsdp2", 4, {"TENSOR_PARALLEL_SIZE": "2"}),
+    "TP, 2": Setup("tensor", 2),
+    "TP with sequence parallelism, 2": Setup("tensor", 2, {"SEQUENCE_PARALLEL": "1"}),
+    "pipeline 1F1B, 2": Setup("pipeline", 2),
+    "pipeline GPipe, 4": Setup("pipeline", 4, {"PIPELINE_PARALLEL_SIZE": "4", "PIPELINE_SCHEDULE": "gpipe"}),
+    "pipeline interleaved, 2": Setup("pipeline", 2, {"PIPELINE_SCHEDULE": "interleaved"}),
+    "pipeline zero-bubble, 3": Setup("pipeline", 3, {"PIPELINE_PARALLEL_SIZE": "3", "PIPELINE_SCHEDULE": "zero-bubble"}),
+    "hybrid, TP 2 x PP 2 x DP 2": Setup("hybrid", 8),
+}  # fmt: skip
+
+
+def words_of(setup: Setup, family: str, precision: str, data: Path) -> list[str]:
+    """The engine's command line, as the setup's launcher makes it."""
+    chosen = RECIPE | SIZES[family] | setup.settings | {"NPROC_PER_NODE": str(setup.processes), "MODEL_FAMILY": family}
+    chosen |= {"PRECISION_FLAG": "--bf16" if precision == "bf16" else "", "MEGATRON_DATA_DIR": str(data)}
+    plan = planner.plan(environment(**chosen), setup.strategy)
+    if plan.obstacles:
+        raise SystemExit(f"{setup}: {'; '.join(str(each) for each in plan.obstacles)}")
+    if plan.ds_config:
+        config = data / f"{setup.strategy}-{precision}.json"
+        config.write_text(json.dumps(plan.ds_config))
+        return [*plan.arguments.words, "--deepspeed_config", str(config)]
+    return list(plan.arguments.words)
+
+
+def prepared(directory: Path, family: str) -> Path:
+    """The bundled articles as an indexed dataset."""
+    data = directory / family
+    script = ["bash", str(REPO_ROOT / "scripts" / "prepare_xsum_megatron.sh")]
+    settings = environment(SAMPLE="1", MODEL_FAMILY=family, **SIZES[family], MEGATRON_DATA_DIR=str(data))
+    subprocess.run(script, env=settings, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    return data
+
+
+# ---- in one process of a setup ---------------------------------------------------------------------------------------
+
+Curve = list[tuple[float, float]]  # a loss and a gradient norm for each iteration
+
+
+class Process:
+    """A rank of the engine."""
+
+    def __init__(self, words: Sequence[str], family: str) -> None:
+        args = parse(list(words), family)
+        args.num_workers = 0
+        self.args = args
+        dist.init_process_group("gloo")
+        self.file = TokenFile(args.data_path)
+        self.vocabulary = share_vocabulary(args, self.file)
+        pad_vocabulary(args, self.vocabulary)
+        axes = args.pp, args.dp, args.tp, args.device, args.seed
+        self.mesh = Mesh.build(*axes, divides_sequence=args.sequence_parallel)
+        self.trainer = make_trainer(args, self.mesh)
+
+    def train(self, done: int, saver: checkpoint.Saver | None = None) -> Curve:
+        """The iterations after `done`; saves after SAVED. Every rank has the whole curve."""
+        training, _ = open_data(self.args, self.mesh.dp.rank, self.file, self.vocabulary, done)
+        curve = []
+        for iteration in range(done + 1, LAST + 1):
+            loss, norm = self.trainer.step(next(training), learning_rate(self.args, iteration - 1))
+            loss = loss / self.args.dp if self.mesh.is_last_stage and self.mesh.tp.rank == 0 else torch.zeros_like(loss)
+            dist.all_reduce(loss)
+            curve.append((loss.item(), norm.item()))
+            if saver and iteration == SAVED:
+                saver.save(iteration)
+        return curve
+
+    def uninterrupted(self, directory: Path) -> Curve:
+        self.args.save = str(directory)
+        saver = checkpoint.Saver(self.trainer, self.args, self.mesh)
+        curve = self.train(0, saver)
+        saver.close()
+        return curve[SAVED:]
+
+    def continued(self, directory: Path) -> Curve:
+        """From another's checkpoint; nothing of what this process holds is left."""
+        with torch.no_grad():
+            for parameter in self.trainer.model.parameters():
+                local_part(getattr(parameter, "ds_tensor", parameter)).fill_(math.nan)
+            for piece in self.trainer.pieces():
+                piece.tensor.fill_(math.nan)
+        self.args.load = str(directory)
+        checkpoint.load(self.trainer, self.args, self.mesh, SAVED)
+        return self.train(SAVED)
+
+
+def rank_of(words: Sequence[str], family: str, own: Path, others: Sequence[Path]) -> dict[str, Curve]:
+    """What a rank of the setup `own` finds: its curve, and those after the others' checkpoints. own, others: folders."""
+    process = Process(words, family)
+    if not others:
+        return {own.name: process.uninterrupted(own)}
+    process.trainer.begin_load(0)
+    return {other.name: process.continued(other) for other in others}
+
+
+def forked(setup: Setup, words: Sequence[str], family: str, own: Path, others: Sequence[Path]) -> dict[str, Curve]:
+    """Runs the setup's ranks; what the first one finds. Raises RuntimeError with what a failed one said."""
+    port = str(free_port())
+    ranks = {}
+    answer = own.parent / "answer"
+    for rank in range(setup.processes):
+        process = os.fork()
+        if process:
+            ranks[process] = rank
+            continue
+        status = 1
+        try:
+            size = str(setup.processes)
+            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            with contextlib.redirect_stdout(sys.stderr):
+                found = rank_of(words, family, own, others)
+            if rank == 0:
+                answer.write_text(json.dumps(found))
+            dist.barrier()
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stderr.flush()
+            os._exit(status)
+    while ranks:
+        process, status = os.wait()
+        rank = ranks.pop(process)
+        if status:
+            for other in ranks:
+                os.kill(other, signal.SIGKILL)
+            raise RuntimeError(f"rank {rank} of {setup} failed")
+    return json.loads(answer.read_text())
+
+
+def difference(curve: Curve, expected: Curve) -> tuple[float, float]:
+    """The largest relative difference of a loss, and of a norm; nan if a value is."""
+    losses = [abs(own[0] / other[0] - 1) for own, other in zip(curve, expected, strict=True)]
+    norms = [abs(own[1] / other[1] - 1) for own, other in zip(curve, expected, strict=True)]
+    return tuple(math.nan if any(map(math.isnan, values)) else max(values) for values in (losses, norms))
+
+
+def differences(
+    family: str, precision: str, pairs: Mapping[str, Sequence[str]], directory: Path
+) -> dict[str, dict[str, tuple[float, float]]]:
+    """By the setup that continues and the setup that has saved. pairs: whom each setup continues."""
+    data = prepared(directory, family)
+    words = {name: words_of(SETUPS[name], family, precision, data) for name in pairs}
+    folders = {name: directory / str(number) for number, name in enumerate(SETUPS)}
+    expected = {}
+    for name in pairs:
+        found = forked(SETUPS[name], words[name], family, folders[name], [])
+        expected[name] = found[folders[name].name]
+        print(f"{name}: {expected[name]}", file=sys.stderr)
+    result: dict[str, dict[str, tuple[float, float]]] = {}
+    for name, others in pairs.items():
+        found = forked(SETUPS[name], words[name], family, folders[name], [folders[other] for other in others])
+        result[name] = {other: difference(found[folders[other].name], expected[name]) for other in others}
+        print(f"{name}: {result[name]}", file=sys.stderr)
+    return result
+
+
+def main(family: str, precision: str, *names: str) -> None:
+    names = names or tuple(SETUPS)
+    leave_out_compiler()
+    import_deepspeed()
+    gc.freeze()
+    with tempfile.TemporaryDirectory() as directory:
+        print(json.dumps(differences(family, precision, dict.fromkeys(names, names), Path(directory))))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
