@@ -50,8 +50,8 @@ def boxes_of_rows(
 ) -> list[Box]:
     """The boxes in the rows [begin, end) of a tensor-parallel rank's slice.
 
-    dim: along which tensor parallelism cuts. stretches: along it, where one begins in the slice and in the whole tensor,
-    and its length.
+    dim: along which tensor parallelism cuts. stretches: where each begins along it in the slice and in the whole
+    tensor, and its length.
     """
     first, end = rows
     boxes = []

@@ -17,7 +17,7 @@ from t5bench.costmodel.job import Architecture
 from t5bench.plan import torchrun_command
 from t5bench.plan.engine import config_of_settings
 from t5bench.record import files, records
-from t5bench.record.checkpoints import Checkpoints
+from t5bench.record.checkpoints import INDEX, SEAL, Checkpoints
 from t5bench.record.command_script import script
 from t5bench.record.log import Iteration
 from t5bench.record.plan import Arguments, Layout, Plan, Setting, Strategy
@@ -149,10 +149,23 @@ def made_checkpoints(
 
 
 def write_checkpoint(checkpoints: Checkpoints, iteration: int) -> None:
-    """The files of all ranks, as torch.save makes them: zip archives with the tensors uncompressed."""
+    """The files of all ranks: of the native engine's with their list, in which each rank reads its own; else as
+    torch.save makes them, zip archives with the tensors uncompressed."""
     assert checkpoints.plan.layout
-    for name in checkpoints.files(range(checkpoints.plan.layout.world_size)):
-        path = checkpoints.folder(iteration) / name
+    folder = checkpoints.folder(iteration)
+    ranks = range(checkpoints.plan.layout.world_size)
+    if checkpoints.plan.engine == "native":
+        folder.mkdir(parents=True, exist_ok=True)
+        files = {}
+        for name in [INDEX, *(f"__{rank}_0.distcp" for rank in ranks)]:
+            content = name.encode() * 100
+            (folder / name).write_bytes(content)
+            files[name] = [len(content), zlib.crc32(content)]
+        seal = {"iteration": iteration, "division": checkpoints.division, "files": files}
+        (folder / SEAL).write_text(json.dumps({**seal, "read_from": [[rank] for rank in ranks]}))
+        return
+    for name in checkpoints.files(ranks):
+        path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         with zipfile.ZipFile(path, "w") as archive:
             archive.writestr("archive/data.pkl", b"pickle")

@@ -5,7 +5,8 @@ Every log line is the mean over the LOG_INTERVAL iterations before it, an interv
 - intervals in which the batch was still growing;
 - intervals with an evaluation, a checkpoint or a profiled iteration in them, and those with iterations that fp16
   skipped;
-- the first 20 iterations after a run was resumed from a checkpoint;
+- the first 20 iterations after a run was resumed from a checkpoint, and all before it that were trained in another way,
+  by another strategy for example;
 - warm-up: the first 20 iterations, or more where MSER finds that the run had not settled: the truncation point that
   minimises the standard error of the mean of what remains, looked for in the first half (White, "An effective
   truncation heuristic for bias reduction in simulation output", Simulation 69(6), 1997).
@@ -34,6 +35,7 @@ NOT_FINITE = "no time"
 WARM_UP = "warm-up"
 RESUMED = "warm-up after a resume"
 RAMP_UP = "growing batch"
+OTHERWISE = "trained by another strategy, layout or method"
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,7 @@ def timing(lines: Sequence[Iteration], plan: Plan) -> Timing | None:
     if batch < full:
         warnings.append(f"the batch grew until the end: these figures are for {batch:g} samples, not {full}")
     rules: dict[str, Callable[[Iteration], bool]] = {
+        OTHERWISE: lambda line: line.iteration <= plan.changed_at,
         RAMP_UP: lambda line: batches[line.iteration] < batch,
         EVENT: lambda line: event_within(line.iteration - length, line.iteration, plan),
         # The run's own beginning is left to the warm-up, which handles short runs.

@@ -94,19 +94,21 @@ def choose_checkpoint(planned: Plan, *, agree: bool) -> Plan:
     """The plan with the iteration of the checkpoint to resume from or evaluate. agree: with the other nodes."""
     if planned.value("RESUME") == "0" and planned.value("EVAL_ONLY") == "0":
         return planned
-    from t5bench.plan.resume import checkpoint
+    from t5bench.plan.resume import changes, checkpoint
 
     evaluates = planned.value("EVAL_ONLY") == "1"
     home = Path(planned.output_dir).parent if evaluates else Path(planned.output_dir)
     try:
+        found = changes(replace(planned, output_dir=str(home)))
         iteration = checkpoint(replace(planned, output_dir=str(home)), agree=agree)
     except ValueError as error:
         return stopped(planned, Problem(str(error), getattr(error, "remedy", ""), "resume", fatal=False))
     doing = "evaluating" if evaluates else "resuming from"
-    told = f"{doing} the checkpoint of iteration {iteration}"
+    told = f"{doing} the checkpoint of iteration {iteration}{found.told}"
     if not iteration and not evaluates:
         told = f"RESUME=1: there is no checkpoint in {planned.output_dir} yet, so this run begins with iteration 1"
-    return replace(planned, resume_from=iteration, notes=[*planned.notes, told])
+    changed_at = iteration if found.told else min(found.changed_at, iteration)
+    return replace(planned, resume_from=iteration, changed_at=changed_at, notes=[*planned.notes, told])
 
 
 def what_is_compiled(planned: Plan) -> str:

@@ -22,7 +22,7 @@ from t5bench.plan.channel import (
 )
 from t5bench.plan.ports import peer_port
 from t5bench.record import machine
-from t5bench.record.checkpoints import RESHAPED_FROM, WEIGHTS_ONLY, Checkpoints
+from t5bench.record.checkpoints import RESHAPED_FROM, WEIGHTS_ONLY, Checkpoints, title_of
 from t5bench.record.files import RecordError
 from t5bench.record.plan import Plan, same_value
 from t5bench.record.reader import read_part
@@ -111,7 +111,7 @@ def _begin_anew(plan: Plan, directory: Path, *, agree: bool) -> None:
 
 
 def how_to_reshape(plan: Plan) -> str:
-    """The command after which this plan could continue the run in its directory."""
+    """The command after which this plan of Megatron-DeepSpeed could continue the run in its directory."""
     assert plan.layout
     if plan.zero_stage:
         return "A run that began otherwise cannot go on under ZeRO; without ZeRO it can (docs/models.md, Reshape)"
@@ -185,6 +185,19 @@ def misfits(plan: Plan) -> Iterator[Misfit]:
         note(f"{plan.output_dir} holds no readable record, so a run's settings cannot be compared.")
         return
     then = Plan.read(part["plan"])
+    may_differ |= free_to_change(plan, then)
+    for name, sentence in differences(plan, then):
+        if name not in may_differ:
+            yield Misfit(name, sentence)
+    recorded = part.get("data") or {}
+    now = machine.data(Path(plan.data_prefix), "")
+    for key, suffix in (("bin_bytes", ".bin"), ("idx_sha256", ".idx")):
+        if recorded.get(key) and now[key] and recorded[key] != now[key]:
+            yield Misfit("", f"{plan.data_prefix}{suffix} is not the file on which the run was trained")
+
+
+def differences(plan: Plan, then: Plan) -> Iterator[Misfit]:
+    """Everything in which a plan differs from the one that its run had before."""
     was = _kept(then)
     arguments = plan.engine_arguments
     earlier_arguments = then.engine_arguments
@@ -194,13 +207,47 @@ def misfits(plan: Plan) -> Iterator[Misfit]:
         for name in sorted((arguments.keys() | earlier_arguments.keys()) - BEGIN_OR_END)
     ]
     for name, here, there in pairs:
-        if name not in may_differ and not same_value(here, there):
+        if not same_value(here, there):
             yield Misfit(name, f"{name} is '{here}' here and was '{there}'")
-    recorded = part.get("data") or {}
-    now = machine.data(Path(plan.data_prefix), "")
-    for key, suffix in (("bin_bytes", ".bin"), ("idx_sha256", ".idx")):
-        if recorded.get(key) and now[key] and recorded[key] != now[key]:
-            yield Misfit("", f"{plan.data_prefix}{suffix} is not the file on which the run was trained")
+
+
+def free_to_change(plan: Plan, then: Plan) -> set[str]:
+    """What may change in the middle of a run: in the native engine's, whatever leaves the curve as it is."""
+    if not plan.engine == then.engine == "native":
+        return set()
+    methods = {name for name, setting in plan.settings.items() if setting.role == "method"}
+    return {STRATEGY, LAYOUT, *methods}
+
+
+class Changes(NamedTuple):
+    """What a run changes when it continues."""
+
+    told: str
+    """How a sentence about the checkpoint ends; "" if nothing changes."""
+    changed_at: int
+    """As in the plan that the run had before."""
+
+
+def changes(plan: Plan) -> Changes:
+    """What is otherwise than in the run that a plan continues, as far as it may be."""
+    assert plan.layout
+    directory = Path(plan.output_dir)
+    part = _earlier_part(directory, plan.node) or _earlier_part(directory / RESHAPED_FROM, plan.node)
+    checkpoints = Checkpoints(plan)
+    newest = next(iter(checkpoints.iterations()), 0)
+    if part is None or plan.engine != "native" or not newest:
+        return Changes("", 0)
+    then = Plan.read(part["plan"])
+    sentences = [each.sentence for each in differences(plan, then)]
+    told = f": {'; '.join(sentences)}" if sentences else ""
+    with contextlib.suppress(Problem):
+        saved = checkpoints.seal(newest).division
+        wanted = checkpoints.division
+        if saved != wanted:
+            told += f". It was saved by {title_of(saved)}, and is read by {title_of(wanted)}"
+        if any(saved[size] != wanted[size] for size in ("tp", "pp", "dp")):
+            told += ". Dropout's random numbers begin anew"
+    return Changes(told, then.changed_at)
 
 
 def _misfits_of_reshaped(plan: Plan, *, has_record: bool) -> Iterator[Misfit]:
@@ -209,13 +256,13 @@ def _misfits_of_reshaped(plan: Plan, *, has_record: bool) -> Iterator[Misfit]:
     checkpoints = Checkpoints(plan)
     if (checkpoints.directory / WEIGHTS_ONLY).exists() and plan.value("EVAL_ONLY") != "1":
         yield Misfit("", "its checkpoint has only weights, which are for EVAL_ONLY=1 and -- --finetune --load")
-    if not has_record:
+    if not has_record or plan.engine == "native":
         return
     if plan.zero_stage:
         found = f"{STRATEGY} is '{plan.strategy.name}', and ZeRO cannot continue a reshaped checkpoint"
         yield Misfit(STRATEGY, found)
         return
-    wanted = {name for name in checkpoints.files(range(plan.layout.world_size)) if not name.startswith("random_")}
+    wanted = set(checkpoints.files(range(plan.layout.world_size)))
     for iteration in checkpoints.iterations()[:1]:
         folder = checkpoints.folder(iteration)
         present = {str(path.relative_to(folder)) for path in folder.glob("mp_rank_*/*.pt")}

@@ -1,21 +1,27 @@
 """The checkpoints of a run: their files, whether they are intact, and how the engines find them. Imports no torch.
 
-A checkpoint needs no list of its files. They follow from engine, strategy and layout, and each is a zip archive written
-by torch.save. An archive's directory comes last, so a truncated file has none, and every tensor in it has a CRC-32. A
-checkpoint therefore counts as intact if every file that this node's processes will read exists and agrees with its own
+Megatron-DeepSpeed's have no list of their files. They follow from strategy and layout, and each is a zip archive
+written by torch.save. An archive's directory comes last, so a truncated file has none, and every tensor in it has a
+CRC-32. The native engine writes a list with every file's size and CRC-32 last, when all the others are complete.
+
+A checkpoint therefore counts as intact if every file that this node's processes will read exists and agrees with its
 checksums, however the run that wrote it ended.
 """
 
 import contextlib
 import re
+import shlex
 import zipfile
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+from t5bench import Problem
 from t5bench.costmodel.job import Architecture
+from t5bench.given_files import read_json
 from t5bench.record.files import write_whole
 from t5bench.record.plan import Plan
 
@@ -26,6 +32,11 @@ DEEPSPEED_TRACKER = "latest"
 RESHAPED_FROM = "reshaped-from"
 # In a directory of checkpoints from which no training can continue.
 WEIGHTS_ONLY = "weights-only"
+# What the native engine writes last (native/checkpoint.py).
+SEAL = "checkpoint.json"
+INDEX = ".metadata"
+DIVISION = ("tp", "pp", "dp", "zero_stage", "fsdp2_shards", "parts_of_a_stage", "split")
+BYTES_AT_ONCE = 1 << 24
 _NAME = re.compile(r"(?:iter_|global_step)(\d+)")
 READERS = 4  # files at once: zlib computes CRC-32 without Python's lock
 
@@ -44,6 +55,74 @@ def damage(path: Path) -> str:
     return f"is damaged ({torn} in it does not match its checksum)" if torn else ""
 
 
+def damage_of(path: Path, size: int, checksum: int) -> str:
+    """As damage(), of a file that had this size in bytes and this CRC-32 when it was written."""
+    found = 0
+    try:
+        present = path.stat().st_size
+        if present < size:
+            return f"is truncated (it has {present:,} bytes of {size:,})"
+        with path.open("rb") as file:
+            while block := file.read(BYTES_AT_ONCE):
+                found = zlib.crc32(block, found)
+    except FileNotFoundError:
+        return "is missing"
+    except OSError as error:
+        return f"cannot be read ({error.strerror or error})"
+    return "" if found == checksum and present == size else "is damaged (it does not match its checksum)"
+
+
+@dataclass(frozen=True)
+class Seal:
+    """What a native checkpoint says of itself."""
+
+    iteration: int
+    division: Mapping[str, int]
+    """How the processes that saved it divided the model: the names of DIVISION."""
+    files: Mapping[str, tuple[int, int]]
+    """Size in bytes and CRC-32, by name."""
+    read_from: Sequence[Sequence[int]]
+    """By rank: whose files it reads if the same processes continue. Empty: all of them."""
+
+    def files_of(self, ranks: Sequence[int], division: Mapping[str, int]) -> list[str]:
+        """The files that these ranks read when they divide the model so: any, unless it is divided as it was."""
+        if division != self.division or max(ranks) >= len(self.read_from):
+            return sorted(self.files)
+        writers = {writer for rank in ranks for writer in self.read_from[rank]}
+        return [name for name in sorted(self.files) if name == INDEX or writer_of(name) in writers]
+
+
+def read_seal(folder: Path) -> Seal:
+    """Raises Problem."""
+    seal = read_json(folder / SEAL, Seal)
+    strange = [name for name in seal.files if name != INDEX and writer_of(name) < 0]
+    if strange or set(seal.division) != set(DIVISION):
+        raise Problem(f"{folder.name}/{SEAL} is not one that the native engine writes")
+    return seal
+
+
+def is_of_an_earlier_release(folder: Path) -> bool:
+    """Whether the native engine saved it in files of one layout, as it did before it had one form for all."""
+    return any(folder.glob("mp_rank_*")) or any(folder.glob("*zero_pp_rank_*"))
+
+
+def writer_of(name: str) -> int:
+    """The rank that wrote a file of PyTorch's distributed checkpoint: 3 of __3_0.distcp; -1 of another file."""
+    match = re.fullmatch(r"__(\d+)_\d+\.distcp", name)
+    return int(match[1]) if match else -1
+
+
+def title_of(division: Mapping[str, int]) -> str:
+    """In words: "ZeRO-3 on 4 processes"."""
+    sizes = [f"{name} {division[key]}" for key, name in (("tp", "TP"), ("pp", "PP"), ("dp", "DP")) if division[key] > 1]
+    names = []
+    if division["zero_stage"]:
+        names.append(f"ZeRO-{division['zero_stage']}")
+    if division["fsdp2_shards"]:
+        names.append("FSDP2" if division["fsdp2_shards"] == division["dp"] else "HSDP")
+    return " ".join([*names, *sizes]) or "one process"
+
+
 @dataclass(frozen=True)
 class Checkpoints:
     """The checkpoints of a planned run, as the plan's node sees them."""
@@ -59,8 +138,34 @@ class Checkpoints:
         by_deepspeed = self.plan.zero_stage and self.plan.engine == "megatron"
         return self.directory / (f"global_step{iteration}" if by_deepspeed else f"iter_{iteration:07d}")
 
+    @property
+    def division(self) -> dict[str, int]:
+        """How the plan's processes divide the model, as native/checkpoint.py writes it."""
+        layout = self.plan.layout
+        given = self.plan.named_arguments
+        assert layout
+        shards = int(given.get("fsdp2_shard_size") or 0) or layout.dp
+        return {
+            "tp": layout.tp,
+            "pp": layout.pp,
+            "dp": layout.dp,
+            "zero_stage": self.plan.zero_stage,
+            "fsdp2_shards": shards if self.plan.strategy.has_fsdp2 else 0,
+            "parts_of_a_stage": int(given.get("virtual_pipeline_stages") or 1),
+            "split": int(given.get("pipeline_model_parallel_split_rank") or 0) if layout.pp > 1 else 0,
+        }
+
+    def seal(self, iteration: int) -> Seal:
+        """A native checkpoint's. Raises Problem."""
+        folder = self.folder(iteration)
+        if not (folder / SEAL).exists():
+            if is_of_an_earlier_release(folder):
+                raise Problem(f"{folder.name} was saved by an earlier release: {how_to_renew(self.plan.output_dir)}")
+            raise Problem(f"{folder.name}/{SEAL} is missing: its saving did not end")
+        return read_seal(folder)
+
     def files(self, ranks: Sequence[int]) -> list[str]:
-        """The files in a checkpoint's directory that these ranks read, sorted.
+        """The files in a checkpoint's directory of Megatron-DeepSpeed that these ranks read, sorted.
 
         Ranks count tensor parallelism fastest, then data, then pipeline parallelism, in both engines.
         """
@@ -81,8 +186,6 @@ class Checkpoints:
                 yield from (f"layer_{layer:02d}-model_{tp:02d}-model_states.pt" for layer in self._layers_of(pp))
         else:
             yield f"mp_rank_{tp:02d}{f'_{pp:03d}' if layout.pp > 1 else ''}/model_optim_rng.pt"
-        if self.plan.engine == "native":
-            yield f"random_{rank:05d}.pt"
 
     def _layers_of(self, stage: int) -> range:
         """A stage's layers as DeepSpeed's pipeline counts them: 1 is the embedding, after the last comes the norm, and
@@ -104,22 +207,25 @@ class Checkpoints:
         """What this node's processes could not read of a checkpoint; '' if it is intact."""
         assert self.plan.layout
         folder = self.folder(iteration)
-        names = self.files(self.plan.layout.ranks_of(self.plan.node))
-        if self.is_reshaped(iteration):
-            names = [name for name in names if not name.startswith("random_")]
+        ranks = self.plan.layout.ranks_of(self.plan.node)
+        if self.plan.engine == "native":
+            try:
+                seal = self.seal(iteration)
+            except Problem as problem:
+                return str(problem)
+            checks = {
+                name: partial(damage_of, folder / name, *seal.files[name])
+                for name in seal.files_of(ranks, self.division)
+            }
+        else:
+            checks = {name: partial(damage, folder / name) for name in self.files(ranks)}
         # Look for missing files before reading any.
-        absent = [name for name in names if not (folder / name).is_file()]
+        absent = [name for name in checks if not (folder / name).is_file()]
         if absent:
             return f"{folder.name}/{absent[0]} is missing"
         with ThreadPoolExecutor(READERS) as pool:
-            found = zip(names, pool.map(damage, [folder / name for name in names]), strict=True)
+            found = zip(checks, pool.map(lambda check: check(), checks.values()), strict=True)
             return next((f"{folder.name}/{name} {what}" for name, what in found if what), "")
-
-    def is_reshaped(self, iteration: int) -> bool:
-        """Whether reshape has written this checkpoint, without what the processes' dropout draws."""
-        if not Path(self.plan.output_dir, RESHAPED_FROM).is_dir():
-            return False
-        return not any(self.folder(iteration).glob("random_*.pt"))
 
     def newest(self, limit: int | None = None) -> tuple[int, dict[int, str]]:
         """The newest intact checkpoint of at most `limit` iterations, 0 for none, and what is wrong with newer ones."""
@@ -138,6 +244,11 @@ class Checkpoints:
         write_whole(self.directory / TRACKER, str(iteration))
         if (name := self.folder(iteration).name).startswith("global_step"):
             write_whole(self.directory / DEEPSPEED_TRACKER, name)
+
+
+def how_to_renew(run: str) -> str:
+    """What to do with an earlier release's native checkpoint."""
+    return f"python -m t5bench reshape {shlex.quote(run)} writes it anew, in a directory for OUTPUT_DIR"
 
 
 def _set_aside(folder: Path) -> None:

@@ -137,6 +137,8 @@ class Plan:
     output_dir: str = ""
     resume_from: int = 0
     """The iteration of the checkpoint to resume from; 0 for a new run."""
+    changed_at: int = 0
+    """The iteration until which the run was trained in another way: by another strategy, layout or method."""
     layout: Layout | None = None
     ds_config: Mapping[str, Any] | None = None
     """The effective DeepSpeed JSON."""

@@ -37,6 +37,7 @@ from native.parallel import Mesh, local_part
 from native.token_file import TokenFile, pad_vocabulary
 from native.train import learning_rate, share_vocabulary
 from native.trainers import make_trainer
+from t5bench.costmodel.schedule import ZERO_BUBBLE
 from t5bench.imports import import_deepspeed, leave_out_compiler
 from t5bench.plan import planner
 from t5bench.plan.ports import free_port
@@ -75,7 +76,7 @@ SETUPS = {
     "pipeline 1F1B, 2": Setup("pipeline", 2),
     "pipeline GPipe, 4": Setup("pipeline", 4, {"PIPELINE_PARALLEL_SIZE": "4", "PIPELINE_SCHEDULE": "gpipe"}),
     "pipeline interleaved, 2": Setup("pipeline", 2, {"PIPELINE_SCHEDULE": "interleaved"}),
-    "pipeline zero-bubble, 3": Setup("pipeline", 3, {"PIPELINE_PARALLEL_SIZE": "3", "PIPELINE_SCHEDULE": "zero-bubble"}),
+    "pipeline zero-bubble, 3": Setup("pipeline", 3, {"PIPELINE_PARALLEL_SIZE": "3", "PIPELINE_SCHEDULE": ZERO_BUBBLE}),
     "hybrid, TP 2 x PP 2 x DP 2": Setup("hybrid", 8),
 }  # fmt: skip
 
@@ -156,7 +157,7 @@ class Process:
 
 
 def rank_of(words: Sequence[str], family: str, own: Path, others: Sequence[Path]) -> dict[str, Curve]:
-    """What a rank of the setup `own` finds: its curve, and those after the others' checkpoints. own, others: folders."""
+    """What a rank of the setup `own` finds: its curve, or those after the others' checkpoints."""
     process = Process(words, family)
     if not others:
         return {own.name: process.uninterrupted(own)}

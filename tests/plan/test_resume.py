@@ -20,9 +20,9 @@ from t5bench import Problem
 from t5bench.plan import channel
 from t5bench.plan.channel import Endpoint
 from t5bench.plan.ports import free_port, peer_port
-from t5bench.plan.resume import View, agreed, checkpoint, misfits
+from t5bench.plan.resume import View, agreed, changes, checkpoint, misfits
 from t5bench.record import machine
-from t5bench.record.checkpoints import Checkpoints
+from t5bench.record.checkpoints import SEAL, Checkpoints
 from t5bench.record.plan import Plan
 
 EXTRA = ("--init-method-std", "0.02")
@@ -59,9 +59,8 @@ def died(tmp_path: Path) -> Callable[..., Plan]:
         ({"extra": (*EXTRA, "--finetune", "--load", "/other", "--exit-interval", "3")}, []),
         ({"GLOBAL_BATCH_SIZE": "32", "PRECISION_FLAG": "--bf16"},
          ["GLOBAL_BATCH_SIZE is '32' here and was '16'", "PRECISION_FLAG is '--bf16' here and was ''"]),
-        ({"strategy": "zero1", "world_size": 4},
-         ["the strategy is 'zero1' here and was 'ddp'",
-          "the layout is 'TP=1 PP=1 DP=4' here and was 'TP=1 PP=1 DP=2'"]),
+        # The native engine's strategies, layouts and methods continue each other.
+        ({"strategy": "zero1", "world_size": 4, "RECOMPUTE": "full"}, []),
     ],
 )  # fmt: skip
 def test_what_differs_is_named(died: Callable[..., Plan], changes: dict, differences: list[str]):
@@ -69,32 +68,61 @@ def test_what_differs_is_named(died: Callable[..., Plan], changes: dict, differe
     assert [each.sentence for each in misfits(died(**changes))] == differences
 
 
-def test_another_layout_is_refused_with_the_command_that_gives_it(died: Callable[..., Plan]):
-    died(10)
+def megatron(directory: Path, strategy: str = "ddp", world_size: int = 2, **settings: str) -> Plan:
+    """Of Megatron-DeepSpeed, in a run that DDP began there."""
+    chosen = {"TRAIN_ITERS": "30", "OUTPUT_DIR": str(directory), **settings}
+    if not directory.exists():
+        make_run(directory, settings=chosen, engine="megatron")
+        write_checkpoint(Checkpoints(made_plan("ddp", chosen, world_size=2, engine="megatron")), 10)
+    return made_plan(strategy, chosen, world_size=world_size, engine="megatron")
+
+
+def test_megatron_in_another_layout_is_refused_with_the_command_that_gives_it(tmp_path: Path):
+    run = tmp_path / "run"
+    assert checkpoint(megatron(run), agree=False) == 10
     with pytest.raises(Problem) as refused:
-        checkpoint(died(strategy="tensor"), agree=False)
-    run = Path(died().output_dir)
+        checkpoint(megatron(run, "tensor"), agree=False)
     assert f"python -m t5bench reshape {run} --tp 2 --pp 1, then this launcher" in refused.value.remedy
     assert refused.value.remedy.endswith(f"OUTPUT_DIR={run}-tp2-pp1")
     with pytest.raises(Problem) as refused:
-        checkpoint(died(strategy="zero1"), agree=False)
+        checkpoint(megatron(run, "zero1"), agree=False)
     assert "cannot go on under ZeRO" in refused.value.remedy
 
 
-def test_a_reshaped_checkpoint_fits_its_layout_on_any_number_of_replicas(died: Callable[..., Plan]):
+def test_a_reshaped_checkpoint_of_megatron_fits_its_layout_on_any_number_of_replicas(tmp_path: Path):
     """The record that reshape keeps says what else must stay the same."""
-    plan = died(10)
-    run = Path(plan.output_dir)
+    run = tmp_path / "run"
+    plan = megatron(run)
     (run / "reshaped-from").mkdir()
     (run / "node0.json").rename(run / "reshaped-from" / "node0.json")
-    for file in Checkpoints(plan).folder(10).glob("random_*.pt"):
-        file.unlink()
-    assert checkpoint(died(world_size=4), agree=False) == 10
-    assert refusal(died(SEED="5")).endswith("SEED is '5' here and was '1234'")
-    assert refusal(died(strategy="tensor")).endswith("the checkpoint is of another layout than TP=2 PP=1")
-    assert refusal(died(strategy="zero1")).endswith("ZeRO cannot continue a reshaped checkpoint")
+    assert checkpoint(megatron(run, world_size=4), agree=False) == 10
+    assert refusal(megatron(run, SEED="5")).endswith("SEED is '5' here and was '1234'")
+    assert refusal(megatron(run, "tensor")).endswith("the checkpoint is of another layout than TP=2 PP=1")
+    assert refusal(megatron(run, "zero1")).endswith("ZeRO cannot continue a reshaped checkpoint")
     Checkpoints(plan).directory.joinpath("weights-only").touch()
     assert "only weights, which are for EVAL_ONLY=1" in refusal(plan)
+
+
+def test_what_changes_is_told(died: Callable[..., Plan]):
+    """By another strategy, on more processes, whose iterations are timed apart from those before."""
+    plan = died(10)
+    assert changes(plan) == ("", 0)
+    told = changes(died(strategy="tensor", world_size=4, RECOMPUTE="full")).told
+    assert told == (
+        ": the strategy is 'tensor' here and was 'ddp'; the layout is 'TP=2 PP=1 DP=2' here and was 'TP=1 PP=1 DP=2';"
+        " RECOMPUTE is 'full' here and was 'none'. It was saved by DP 2, and is read by TP 2 DP 2."
+        " Dropout's random numbers begin anew"
+    )
+    assert checkpoint(died(strategy="tensor", world_size=4), agree=False) == 10
+
+
+def test_an_earlier_release_s_checkpoint_is_refused_with_the_command_that_renews_it(died: Callable[..., Plan]):
+    plan = died()
+    folder = Checkpoints(plan).folder(10)
+    for name in ("random_00000.pt", "mp_rank_00/model_optim_rng.pt"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).touch()
+    assert f"iter_0000010 was saved by an earlier release: python -m t5bench reshape {plan.output_dir}" in refusal(plan)
 
 
 def refusal(plan: Plan) -> str:
@@ -112,8 +140,10 @@ def test_a_run_that_cannot_be_resumed_is_refused_and_unchanged(died: Callable[..
     part = Path(plan.output_dir, "node0.json")
     part.rename(f"{part}.1")  # as an attempt that was killed at its start leaves it
     assert refusal(died(SEED="5")).endswith(other)
-    (found.folder(10) / "random_00000.pt").unlink()
-    assert refusal(plan).endswith("no intact checkpoint to resume from: iter_0000010/random_00000.pt is missing")
+    (found.folder(10) / "__0_0.distcp").unlink()
+    assert refusal(plan).endswith("no intact checkpoint to resume from: iter_0000010/__0_0.distcp is missing")
+    (found.folder(10) / SEAL).unlink()
+    assert refusal(plan).endswith(f"iter_0000010/{SEAL} is missing: its saving did not end")
     assert refusal(died(30)).endswith("is already at iteration 30 of 30")
     write_indexed_dataset(Path(plan.data_prefix), [[5, 6, 1], [4, 1]])
     assert ".bin is not the file on which the run was trained" in refusal(plan)
@@ -204,10 +234,10 @@ def test_the_launcher_resumes_from_the_newest_intact_checkpoint(project: Project
     found = made_checkpoints(run)
     for iteration in (10, 20):
         write_checkpoint(found, iteration)
-    cut_off(found.folder(20) / "random_00001.pt")
+    cut_off(found.folder(20) / "__1_0.distcp")
     pointer = found.directory / "latest_checkpointed_iteration.txt"
     pointer.write_text("")  # the run died while it wrote this
-    passed_over = "iteration 20: iter_0000020/random_00001.pt is truncated"
+    passed_over = "iteration 20: iter_0000020/__1_0.distcp is truncated"
 
     refused = project.launch("ddp", "--", "--seed", "5", RESUME="1")
     assert refused.returncode == 2 and not project.was_started()

@@ -10,16 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_runs import cut_off, made_checkpoints, write_checkpoint
 
-from t5bench.record.checkpoints import damage
+from t5bench.record.checkpoints import INDEX, SEAL, damage
 from t5bench.record.records import mark_resume, read_metrics
 
 # What the engines wrote, listed from real runs: (engine, ZeRO stage, precision, TP, PP, DP) and the files of all ranks.
 WRITTEN = {
-    ("native", 0, "--bf16", 2, 2, 1): "mp_rank_00_000/model_optim_rng.pt mp_rank_00_001/model_optim_rng.pt "
-    "mp_rank_01_000/model_optim_rng.pt mp_rank_01_001/model_optim_rng.pt "
-    "random_00000.pt random_00001.pt random_00002.pt random_00003.pt",
-    ("native", 3, "--bf16", 1, 1, 2): "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt "
-    "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt random_00000.pt random_00001.pt "
+    ("megatron", 3, "--bf16", 1, 1, 2): "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt "
+    "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt "
     "zero_pp_rank_0_mp_rank_00_model_states.pt zero_pp_rank_1_mp_rank_00_model_states.pt",
     ("megatron", 0, "", 1, 2, 1): "mp_rank_00_000/model_optim_rng.pt mp_rank_00_001/model_optim_rng.pt",
     ("megatron", 1, "", 1, 1, 2): "mp_rank_00_model_states.pt zero_pp_rank_0_mp_rank_00_optim_states.pt "
@@ -71,18 +68,50 @@ def test_a_file_with_a_hole_or_truncated_anywhere_is_detected(saved_by_torch: by
 def test_the_newest_intact_checkpoint(tmp_path: Path):
     found = made_checkpoints(tmp_path)
     assert found.newest() == (0, {})
-    for iteration in (5, 10, 20, 30):
+    for iteration in (5, 7, 10, 20, 30, 40):
         write_checkpoint(found, iteration)
-    assert found.newest() == (30, {})
-    cut_off(found.folder(30) / "mp_rank_00" / "model_optim_rng.pt")
-    (found.folder(20) / "random_00001.pt").unlink()
+    assert found.newest() == (40, {})
+    (found.folder(40) / SEAL).unlink()
+    cut_off(found.folder(30) / "__0_0.distcp")
+    (found.folder(20) / "__1_0.distcp").unlink()
+    change_a_bit(found.folder(10) / INDEX)
+    (found.folder(7) / SEAL).write_text('{"iteration": 7')
     iteration, faults = found.newest()
-    assert iteration == 10
+    assert iteration == 5
+    assert faults[40] == f"iter_0000040/{SEAL} is missing: its saving did not end"
+    assert re.fullmatch(r"iter_0000030/__0_0.distcp is truncated \(it has [\d,]+ bytes of [\d,]+\)", faults[30])
+    assert faults[20] == "iter_0000020/__1_0.distcp is missing"
+    assert faults[10] == f"iter_0000010/{INDEX} is damaged (it does not match its checksum)"
+    assert f"{SEAL} cannot be read" in faults[7]
+    assert found.newest(limit=6) == (5, {})
+    # The first of two nodes does not need the file of rank 1, unless the model is divided anew.
+    del faults[10], faults[7]
+    assert made_checkpoints(tmp_path, nodes=2).newest() == (20, {each: faults[each] for each in (40, 30)})
+    assert made_checkpoints(tmp_path, nodes=2, tp=2, dp=1).fault(20) == faults[20]
+
+
+def change_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[7] ^= 1
+    path.write_bytes(content)
+
+
+def test_the_newest_intact_checkpoint_of_megatron(tmp_path: Path):
+    found = made_checkpoints(tmp_path, engine="megatron")
+    for iteration in (20, 30):
+        write_checkpoint(found, iteration)
+    cut_off(found.folder(30) / "mp_rank_00" / "model_optim_rng.pt")
+    iteration, faults = found.newest()
+    assert iteration == 20
     assert re.fullmatch(r"iter_0000030/mp_rank_00/model_optim_rng.pt is truncated \(it has \d+ bytes\)", faults[30])
-    assert faults[20] == "iter_0000020/random_00001.pt is missing"
-    assert found.newest(limit=9) == (5, {})
-    # The first of two nodes does not need the file of rank 1.
-    assert made_checkpoints(tmp_path, nodes=2).newest() == (20, {30: faults[30]})
+
+
+def test_a_list_of_files_names_none_elsewhere(tmp_path: Path):
+    found = made_checkpoints(tmp_path)
+    write_checkpoint(found, 5)
+    seal = found.folder(5) / SEAL
+    seal.write_text(seal.read_text().replace("__1_0.distcp", "../../__1_0.distcp"))
+    assert found.fault(5) == f"iter_0000005/{SEAL} is not one that the native engine writes"
 
 
 def test_the_engines_find_it_and_newer_checkpoints_are_set_aside(tmp_path: Path):
