@@ -22,7 +22,7 @@ from t5bench.plan.channel import (
 )
 from t5bench.plan.ports import peer_port
 from t5bench.record import machine
-from t5bench.record.checkpoints import RESHAPED_FROM, WEIGHTS_ONLY, Checkpoints, title_of
+from t5bench.record.checkpoints import RESHAPED_FROM, SEAL, WEIGHTS_ONLY, Checkpoints, title_of
 from t5bench.record.files import RecordError
 from t5bench.record.plan import Plan, same_value
 from t5bench.record.reader import read_part
@@ -39,6 +39,7 @@ LOOK_THERE = (
 )
 STRATEGY = "the strategy"
 LAYOUT = "the layout"
+ENGINE = "the engine"
 LEAVE_SECONDS = 10.0
 # Engine arguments that decide where a run begins and how far an attempt goes, but not what a resumed run trains.
 BEGIN_OR_END = {"--finetune", "--load", "--exit-interval", "--exit-duration-in-mins"}
@@ -63,7 +64,7 @@ def checkpoint(plan: Plan, *, agree: bool) -> int:
     wrong = list(misfits(plan)) if has_any else []
     if wrong:
         remedy = "Resume with its original settings, or start a new run in another OUTPUT_DIR"
-        if any(each.name in (STRATEGY, LAYOUT) for each in wrong):
+        if any(each.name in (STRATEGY, LAYOUT, ENGINE) for each in wrong):
             remedy = f"{remedy}. {how_to_reshape(plan)}"
         sentences = "; ".join(each.sentence for each in wrong)
         raise Problem(f"the run in {plan.output_dir} cannot be resumed with these settings: {sentences}", remedy)
@@ -111,13 +112,20 @@ def _begin_anew(plan: Plan, directory: Path, *, agree: bool) -> None:
 
 
 def how_to_reshape(plan: Plan) -> str:
-    """The command after which this plan of Megatron-DeepSpeed could continue the run in its directory."""
+    """The command after which this plan could continue the run of Megatron-DeepSpeed in its directory."""
     assert plan.layout
+    directory = Path(plan.output_dir)
+    if plan.engine == "native":
+        command = f"python -m t5bench reshape {shlex.quote(str(directory))} --engine native"
+        target = directory.with_name(f"{directory.name}-native")
+        return f"To continue it in the native engine, run: {command}, then this launcher with OUTPUT_DIR={target}"
+    is_native = any(Checkpoints(plan).directory.glob(f"*/{SEAL}"))
+    if is_native:
+        return "Megatron-DeepSpeed cannot continue a run of the native engine; it can finetune an export of it"
     if plan.zero_stage:
         return "A run that began otherwise cannot go on under ZeRO; without ZeRO it can (docs/models.md, Reshape)"
     tp = plan.layout.tp
     pp = plan.layout.pp
-    directory = Path(plan.output_dir)
     target = directory.with_name(f"{directory.name}-tp{tp}-pp{pp}")
     command = f"python -m t5bench reshape {shlex.quote(str(directory))} --tp {tp} --pp {pp}"
     return (
@@ -180,6 +188,8 @@ def misfits(plan: Plan) -> Iterator[Misfit]:
     if part is None:
         part = _earlier_part(directory / RESHAPED_FROM, plan.node)
         may_differ = {STRATEGY, LAYOUT}
+        if plan.engine == "native" and any(Checkpoints(plan).directory.glob(f"*/{SEAL}")):
+            may_differ |= {ENGINE, *methods_of(plan)}
         yield from _misfits_of_reshaped(plan, has_record=part is not None)
     if part is None:
         note(f"{plan.output_dir} holds no readable record, so a run's settings cannot be compared.")
@@ -215,8 +225,12 @@ def free_to_change(plan: Plan, then: Plan) -> set[str]:
     """What may change in the middle of a run: in the native engine's, whatever leaves the curve as it is."""
     if not plan.engine == then.engine == "native":
         return set()
-    methods = {name for name, setting in plan.settings.items() if setting.role == "method"}
-    return {STRATEGY, LAYOUT, *methods}
+    return {STRATEGY, LAYOUT, *methods_of(plan)}
+
+
+def methods_of(plan: Plan) -> set[str]:
+    """The settings that leave the curve as it is."""
+    return {name for name, setting in plan.settings.items() if setting.role == "method"}
 
 
 class Changes(NamedTuple):
@@ -285,7 +299,7 @@ def _kept(plan: Plan) -> dict[str, str]:
     assert plan.layout
     return {
         STRATEGY: plan.strategy.name,
-        "the engine": plan.engine,
+        ENGINE: plan.engine,
         LAYOUT: f"TP={plan.layout.tp} PP={plan.layout.pp} DP={plan.layout.dp}",
         **plan.with_role("kept"),
     }

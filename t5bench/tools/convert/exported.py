@@ -110,5 +110,5 @@ def is_current(target: Path, model: TrainedModel) -> bool:
             return False
     except Problem:
         return False
-    written = max(path.stat().st_mtime_ns for path in model.folder.rglob("*.pt"))
+    written = max(path.stat().st_mtime_ns for path in model.folder.rglob("*") if path.is_file())
     return written < summary.stat().st_mtime_ns

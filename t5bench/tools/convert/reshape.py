@@ -1,8 +1,10 @@
-"""Converts a checkpoint of any strategy to another layout, in which RESUME=1 continues the run.
+"""Converts a checkpoint of any strategy to another layout or engine, in which RESUME=1 continues the run.
 
-The complete parameters are cut for the wanted tensor- and pipeline-parallel ranks, and so are the optimizer's states,
-and written as the engine writes a checkpoint without ZeRO. The data-parallel size does not matter. What dropout draws
-cannot be converted: it begins anew from the run's seed and the iteration.
+The native engine has one form for all layouts (native/form.py): whatever is converted for it is written in that form,
+and what has it already is copied. For Megatron-DeepSpeed the complete parameters are cut for the wanted tensor- and
+pipeline-parallel ranks, and so are the optimizer's states, and written as the engine writes a checkpoint without ZeRO;
+the data-parallel size does not matter. What dropout draws cannot be converted: it begins anew from the run's seed and
+the iteration.
 """
 
 import argparse
@@ -26,59 +28,92 @@ from t5bench.record.files import write_whole
 from t5bench.tools.convert.checkpoint_file import Absent
 from t5bench.tools.convert.foreign import of_this_model
 from t5bench.tools.convert.shards import Sharding, Weights
-from t5bench.tools.convert.trained import IMPORTED, TrainedModel
-from t5bench.tools.convert.training_state import KINDS, MASTER, MASTERS, TrainingState, masters_of, optimizer_of
+from t5bench.tools.convert.stored import is_stored, write_stored
+from t5bench.tools.convert.trained import IMPORTED, TrainedModel, settings_of
+from t5bench.tools.convert.training_state import KINDS, MASTERS, TrainingState, masters_of, optimizer_of
 
-NO_RECORD = "it was itself reshaped or imported, and has no record of its training"
+NO_RECORD = "it was imported, and has no record of a training"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, help="a run directory with checkpoints, including the files of all its nodes")
-    parser.add_argument("--tp", type=at_least(1), default=1, help="new tensor-parallel size (default: 1)")
-    parser.add_argument("--pp", type=at_least(1), default=1, help="new pipeline-parallel size (default: 1)")
+    parser.add_argument("--tp", type=at_least(1), default=1, help="Megatron's new tensor-parallel size (default: 1)")
+    parser.add_argument("--pp", type=at_least(1), default=1, help="Megatron's new pipeline-parallel size (default: 1)")
+    parser.add_argument("--engine", choices=("native",), help="continue a run of Megatron-DeepSpeed in this engine")
     parser.add_argument("--iteration", type=int, help="reshape this checkpoint (default: the newest intact one)")
-    parser.add_argument("--output", type=Path, help="the new directory (default: RUN-tpN-ppM)")
+    parser.add_argument("--output", type=Path, help="the new directory (default: RUN-tpN-ppM, or RUN-native)")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    tp = arguments.tp
-    pp = arguments.pp
-    output = arguments.output or arguments.run.with_name(f"{arguments.run.name}-tp{tp}-pp{pp}")
+    model = TrainedModel.of_run(arguments.run, arguments.iteration)
+    engine = arguments.engine or model.engine
+    ending = "native" if engine == "native" else f"tp{arguments.tp}-pp{arguments.pp}"
+    output = arguments.output or arguments.run.with_name(f"{arguments.run.name}-{ending}")
     if output.exists():
         raise Problem(f"{output} exists", "Remove it, or name another --output")
-    model = TrainedModel.of_run(arguments.run, arguments.iteration)
-    with of_this_model(model.folder):
-        sharding = Sharding.of(model.args, tp, pp)
-        state, reason = training_state(model)
-        write_for(model, state, reason, output, sharding)
-    print(f"{output}: iteration {model.iteration} of {arguments.run} for TP {tp} and PP {pp}")
-    if state:
-        keep_record(arguments.run, output)
-        print(CARRIED)
-    else:
-        print(f"Only the weights, for EVAL_ONLY=1 and -- --finetune --load: {reason}")
+    partial = output.with_name(f".{output.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        with of_this_model(model.folder):
+            if engine == "native":
+                told = write_for_native(model, partial)
+            else:
+                told = write_for_megatron(model, partial, Sharding.of(model.args, arguments.tp, arguments.pp))
+        partial.rename(output)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    print(f"{output}: iteration {model.iteration} of {arguments.run} {told}")
     return 0
-
-
-def write_for(model: TrainedModel, state: TrainingState | None, reason: str, output: Path, sharding: Sharding) -> None:
-    """Raises Problem."""
-    if model.engine == "native":
-        if not state:
-            raise Problem(f"{model.directory} cannot be reshaped: {reason}", "Name the run that was trained")
-        write_native(model, state, output / "checkpoints", sharding)
-    else:
-        write(model.head, model.weights, output / "checkpoints", sharding, state)
 
 
 CARRIED = """Carried over: weights, the optimizer's states, and the iteration, which gives the next samples and rates.
 Not carried over: dropout's random numbers.
-To continue, start a launcher without ZeRO of this layout, on any data-parallel size, with RESUME=1, this OUTPUT_DIR and
-the run's other settings."""
+To continue, start a launcher {of_what} with RESUME=1, this OUTPUT_DIR and the run's other settings."""
+OF_THIS_LAYOUT = "without ZeRO of this layout, on any data-parallel size,"
+
+
+def write_for_native(model: TrainedModel, output: Path) -> str:
+    """Writes or copies the form that every strategy reads; what to say about it. Raises Problem."""
+    folder = output / "checkpoints" / f"iter_{model.iteration:07d}"
+    if is_stored(model.folder):
+        shutil.copytree(model.folder, folder)
+    else:
+        state, reason = training_state(model)
+        if state is None:
+            raise Problem(f"{model.directory} cannot be reshaped: {reason}", "Name the run that was trained")
+        updates = int(state.example.step)
+        write_stored(folder, state.values, model.iteration, updates, samples_until(model))
+    write_whole(output / "checkpoints" / TRACKER, str(model.iteration))
+    keep_record(model.directory, output)
+    return f"for any layout of the native engine\n{CARRIED.format(of_what='of the native engine')}"
+
+
+def samples_until(model: TrainedModel) -> int:
+    """The samples that were trained on. Raises Problem where the native engine would not find the next one."""
+    settings = settings_of(model.directory)
+    batch = settings.plan.number("GLOBAL_BATCH_SIZE") if settings else model.args.global_batch_size
+    samples = model.iteration * batch
+    consumed = getattr(model.args, "consumed_train_samples", samples)
+    if consumed != samples:
+        found = f"the run had trained on {consumed} samples, not on {model.iteration} batches of {batch}"
+        raise Problem(found, "The native engine has no growing batch: continue it in Megatron-DeepSpeed")
+    return samples
+
+
+def write_for_megatron(model: TrainedModel, output: Path, sharding: Sharding) -> str:
+    """Writes the files of this layout; what to say about them. Raises Problem."""
+    state, reason = training_state(model)
+    write(model.head, model.weights, output / "checkpoints", sharding, state)
+    layout = f"for TP {sharding.tp} and PP {sharding.pp}"
+    if state is None:
+        return f"{layout}\nOnly the weights, for EVAL_ONLY=1 and -- --finetune --load: {reason}"
+    keep_record(model.directory, output)
+    return f"{layout}\n{CARRIED.format(of_what=OF_THIS_LAYOUT)}"
 
 
 def training_state(model: TrainedModel) -> tuple[TrainingState | None, str]:
     """What the run needs besides its weights to continue, or None and why not."""
-    if model.record is None:
+    if settings_of(model.directory) is None:
         return None, NO_RECORD
     try:
         return TrainingState.of(model.folder, model.args), ""
@@ -88,7 +123,8 @@ def training_state(model: TrainedModel) -> tuple[TrainingState | None, str]:
 
 def keep_record(run: Path, output: Path) -> None:
     """Keeps a node's part of the run's record, with which RESUME=1 compares its settings."""
-    part = min(run.glob("node*.json"))
+    places = [place for place in (run, run / RESHAPED_FROM) if any(place.glob("node*.json"))]
+    part = min(places[0].glob("node*.json"))
     (output / RESHAPED_FROM).mkdir()
     shutil.copy(part, output / RESHAPED_FROM / part.name)
 
@@ -119,16 +155,6 @@ def write(
     if not state:
         (directory / WEIGHTS_ONLY).touch()
     write_whole(directory / TRACKER, str(kept["iteration"] or IMPORTED))
-
-
-def write_native(model: TrainedModel, state: TrainingState, directory: Path, sharding: Sharding) -> None:
-    """The native engine's checkpoint: its weights are the fp32 masters, and are registered in another order."""
-    for rank in range(sharding.tp):
-        for stage in range(sharding.pp):
-            values = {kind: part_of(state.values[kind], sharding, rank, stage, head_first=True) for kind in KINDS}
-            content = {"model": values[MASTER], "optimizer": optimizer_of(values, state.example)}
-            save_part(content, directory / model.folder.name, sharding, rank, stage)
-    write_whole(directory / TRACKER, str(model.iteration))
 
 
 def save_part(content: Mapping[str, Any], folder: Path, sharding: Sharding, rank: int, stage: int) -> None:
@@ -169,15 +195,10 @@ def generator_state(like: Tensor, seed: int) -> Tensor:
     return torch.frombuffer(bytearray(struct.pack("<qq", seed, 0)), dtype=torch.uint8)
 
 
-def part_of(
-    whole: Weights, sharding: Sharding, rank: int, stage: int, *, head_first: bool = False
-) -> dict[str, Tensor]:
-    """What a tensor-parallel rank of a pipeline stage holds, in the engine's order.
-
-    head_first: the native engine registers what belongs to the head before the rest, Megatron after it.
-    """
+def part_of(whole: Weights, sharding: Sharding, rank: int, stage: int) -> dict[str, Tensor]:
+    """What a tensor-parallel rank of a pipeline stage holds, in the engine's order: what belongs to the head last."""
     part: dict[str, Tensor] = {}
-    for name in sorted(whole, key=lambda name: name.startswith("language_model.") == head_first):
+    for name in sorted(whole, key=lambda name: not name.startswith("language_model.")):
         stages, local_name = sharding.stage_name(name)
         if stage in stages:
             # A copy, because a view would be saved together with everything that it is a part of.

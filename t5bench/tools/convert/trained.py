@@ -8,19 +8,21 @@ from typing import Any
 
 import torch
 
+from native.pieces import WEIGHTS
 from t5bench import Problem
 from t5bench.costmodel.job import Architecture
 from t5bench.given_files import read_text
-from t5bench.record.checkpoints import RESHAPED_FROM, TRACKER, Checkpoints
+from t5bench.record.checkpoints import RESHAPED_FROM, TRACKER, Checkpoints, is_of_an_earlier_release
 from t5bench.record.records import load, load_settings
 from t5bench.record.run import Run
 from t5bench.tools.convert.checkpoint_file import read_checkpoint_file
 from t5bench.tools.convert.foreign import arguments_of, of_this_model
 from t5bench.tools.convert.shards import Sharding, Weights, whole_weights
+from t5bench.tools.convert.stored import StoredTensors, is_stored
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 IMPORTED = "release"  # Megatron's name for a checkpoint of no iteration
-INTERLEAVED = "Only checkpoints of PIPELINE_SCHEDULE=1f1b, gpipe and zero-bubble can be converted"
+INTERLEAVED = "Of earlier releases and of Megatron-DeepSpeed, only checkpoints of other schedules can be converted"
 NO_CHECKPOINT = "Train with SAVE_INTERVAL=100, for example"
 
 
@@ -40,6 +42,8 @@ class TrainedModel:
     @property
     def weights(self) -> Weights:
         """All parameters by the engine's names, each read when it is asked for."""
+        if is_stored(self.folder):
+            return StoredTensors(self.folder, WEIGHTS)
         return whole_weights(self.folder, self.args)
 
     @property
@@ -59,7 +63,10 @@ class TrainedModel:
         # The directory may have been moved, or copied to this machine.
         plan = replace(record.plan, output_dir=str(directory))
         checkpoints = Checkpoints(plan)
-        if iteration is None:
+        wanted = iteration or next(iter(checkpoints.iterations()), 0)
+        if plan.engine == "native" and is_of_an_earlier_release(checkpoints.folder(wanted)):
+            iteration = wanted  # whose files are checked when they are read
+        elif iteration is None:
             iteration, faults = checkpoints.newest()
             if not iteration:
                 remedy = "\n".join([*faults.values(), NO_CHECKPOINT])
@@ -71,7 +78,7 @@ class TrainedModel:
         tokenizer = Path(plan.tokenizer)
         if plan.engine == "megatron":
             return cls._of_head(directory, iteration, folder, tokenizer, record)
-        args = native_arguments(record)
+        args = native_arguments(record, folder)
         dtype = DTYPES[plan.precision]
         return cls(directory, plan.engine, iteration, folder, args, {}, record.architecture, dtype, tokenizer, record)
 
@@ -88,8 +95,10 @@ class TrainedModel:
             raise Problem(f"{directory} has no checkpoint of iteration {wanted}", f"It has only that of {iteration}")
         folder = directory / "checkpoints" / (IMPORTED if is_imported else f"iter_{iteration:07d}")
         settings = settings_of(directory)
-        if settings is None or settings.plan.engine == "megatron":
+        if not is_stored(folder) and (settings is None or settings.plan.engine == "megatron"):
             return cls._of_head(directory, iteration, folder, None, None)
+        if settings is None:
+            raise Problem(f"{directory} has a checkpoint, but no record of the run", "Copy the whole run directory")
         args = reshaped_arguments(settings, folder)
         dtype = DTYPES[settings.plan.precision]
         tokenizer = Path(settings.plan.tokenizer)
@@ -127,7 +136,9 @@ def reshaped_arguments(settings: Run, folder: Path) -> Namespace:
     tensor_parallel_ranks = {part.partition("_")[0] for part in parts}
     tp = len(tensor_parallel_ranks)
     pp = len(parts) // tp if tp else 0
-    args = native_arguments(settings)
+    args = native_arguments(settings, folder)
+    if is_stored(folder):
+        return args
     args.native_sharding = Sharding.of(args, tp, pp)
     args.tensor_model_parallel_size = tp
     args.pipeline_model_parallel_size = pp
@@ -136,13 +147,16 @@ def reshaped_arguments(settings: Run, folder: Path) -> Namespace:
     return args
 
 
-def native_arguments(record: Run) -> Namespace:
-    """The native engine's checkpoint has no arguments; these are what its plan says, under Megatron's names."""
+def native_arguments(record: Run, folder: Path) -> Namespace:
+    """The native engine's checkpoint has no arguments; these are what its plan says, under Megatron's names.
+
+    folder: of the checkpoint. Raises Problem.
+    """
     if not record.padded_vocab_size:
         raise Problem(f"the record of {record.directory} does not say how large the model's vocabulary is")
     plan = record.plan
     architecture = record.architecture
-    if "virtual_pipeline_stages" in plan.named_arguments:
+    if "virtual_pipeline_stages" in plan.named_arguments and not is_stored(folder):
         raise Problem(f"{record.directory} was trained with an interleaved pipeline", INTERLEAVED)
     given = plan.named_arguments
     is_t5 = architecture.family == "t5"

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from native.pieces import KINDS, MOMENTS, WEIGHTS
 from t5bench import Problem
 from t5bench.tools.convert.checkpoint_file import read_checkpoint_file
 from t5bench.tools.convert.shards import (
@@ -26,9 +27,6 @@ from t5bench.tools.convert.shards import (
     zero_states,
 )
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
-MASTER = "master"
-KINDS = (MASTER, *MOMENTS)
 MASTERS = "fp32_from_fp16_params"  # Megatron's name
 
 
@@ -95,10 +93,10 @@ def of_file(path: Path) -> Shard:
     adam = state.get("optimizer", state)
     numbers = [number for group in adam["param_groups"] for number in group["params"]]
     names = numbered(weights)
-    values: dict[str, Weights] = {MASTER: weights}
+    values: dict[str, Weights] = {WEIGHTS: weights}
     if MASTERS in state:
         masters = [value for group in state[MASTERS] for value in group]
-        values[MASTER] = dict(zip(names, masters, strict=True))
+        values[WEIGHTS] = dict(zip(names, masters, strict=True))
     for kind in MOMENTS:
         moments = {name: adam["state"][number][kind] for name, number in zip(names, numbers, strict=True)}
         if any(value.shape != weights[name].shape for name, value in moments.items()):
@@ -113,7 +111,7 @@ def of_zero(folder: Path, rank: int) -> Shard:
     shapes = read_checkpoint_file(folder / f"mp_rank_{rank:02d}_model_states.pt")["param_shapes"]
     states = zero_states(folder, rank)
     adams = [state["base_optimizer_state"] for state in states]
-    parts: dict[str, list[list[Tensor]]] = {MASTER: [state["single_partition_of_fp32_groups"] for state in states]}
+    parts: dict[str, list[list[Tensor]]] = {WEIGHTS: [state["single_partition_of_fp32_groups"] for state in states]}
     for kind in MOMENTS:
         parts[kind] = [[each[kind] for each in adam["state"].values()] for adam in adams]
     values = {kind: dict(laid_out(parts[kind], shapes)) for kind in KINDS}
@@ -134,7 +132,7 @@ def laid_out(parts: list[list[Tensor]], shapes: Sequence[Mapping[str, torch.Size
 def of_zero3(folder: Path, rank: int) -> Shard:
     states, shapes = zero3_states(folder, rank)
     adams = [state["optimizer_state_dict"] for state in states]
-    parts: dict[str, list[list[Tensor]]] = {MASTER: [state["fp32_flat_groups"] for state in states]}
+    parts: dict[str, list[list[Tensor]]] = {WEIGHTS: [state["fp32_flat_groups"] for state in states]}
     for kind in MOMENTS:
         parts[kind] = [[each[kind] for each in adam["state"].values()] for adam in adams]
     values = {kind: Gathered(parts[kind], shapes, torch.float32) for kind in KINDS}
@@ -147,11 +145,11 @@ def step_of(adam: Mapping[str, Any]) -> Tensor:
 
 def optimizer_of(values: Mapping[str, Mapping[str, Tensor]], example: Shard) -> dict[str, Any]:
     """AdamW's state dictionary for a part of the model. values: by kind, by the parameter's name."""
-    names = numbered(values[MASTER])
+    names = numbered(values[WEIGHTS])
     state = {}
     for number, name in enumerate(names):
         state[number] = {"step": example.step.clone()} | {kind: values[kind][name] for kind in MOMENTS}
-    matrices = sum(is_matrix(value) for value in values[MASTER].values())
+    matrices = sum(is_matrix(value) for value in values[WEIGHTS].values())
     groups = []
     for settings, numbers in zip(example.groups, (range(matrices), range(matrices, len(names))), strict=True):
         groups.append({**settings, "params": list(numbers)})
@@ -160,7 +158,7 @@ def optimizer_of(values: Mapping[str, Mapping[str, Tensor]], example: Shard) -> 
 
 def masters_of(values: Mapping[str, Mapping[str, Tensor]]) -> list[list[Tensor]]:
     """As Megatron keeps them: by group."""
-    masters = values[MASTER]
+    masters = values[WEIGHTS]
     names = numbered(masters)
     matrices = sum(is_matrix(value) for value in masters.values())
     return [[masters[name] for name in names[:matrices]], [masters[name] for name in names[matrices:]]]

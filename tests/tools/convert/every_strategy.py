@@ -11,6 +11,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 os.environ |= {"USE_TORCH": "1", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
@@ -19,13 +20,15 @@ import torch
 import torch.distributed as dist
 import transformers
 
-from native import gpt, t5
+from native import checkpoint, gpt, t5
 from native.arguments import parse
 from native.parallel import Mesh
+from native.pieces import KINDS, WEIGHTS
 from native.trainers import make_trainer
 from t5bench.imports import import_deepspeed, leave_out_compiler
 from t5bench.tools.convert import export as exporting
 from t5bench.tools.convert.parameter_map import parameter_map
+from t5bench.tools.convert.stored import StoredTensors, write_stored
 from t5bench.tools.convert.trained import TrainedModel
 
 SAMPLES, PADDING = 4, 9  # samples of a micro-batch, padded tokens at the end of the last one's encoder input
@@ -36,18 +39,11 @@ def noisy(value: torch.Tensor) -> torch.Tensor:
     return value + 0.05 * torch.sin(997 * value)
 
 
-def add_noise(folder: Path) -> None:
-    """To every parameter in a checkpoint's files, and to ZeRO's fp32 copies of them."""
-    for path in folder.rglob("*.pt"):
-        content = torch.load(path, weights_only=False)
-        weights = content.get("model") or content.get("module") or {}
-        for value in weights.values():
-            value.data.copy_(noisy(value.data))
-        states = content.get("optimizer_state_dict", {})
-        for name in ("fp32_flat_groups", "single_partition_of_fp32_groups"):
-            for value in states.get(name, []):
-                value.data.copy_(noisy(value.data))
-        torch.save(content, path)
+def with_noise(model: TrainedModel, folder: Path) -> None:
+    """Writes the checkpoint to a folder with noise in every parameter."""
+    values = {kind: StoredTensors(model.folder, kind) for kind in KINDS}
+    noisy_weights = {name: noisy(value) for name, value in values[WEIGHTS].items()}
+    write_stored(folder, {**values, WEIGHTS: noisy_weights}, model.iteration, model.iteration, 0)
 
 
 def batch(model: TrainedModel) -> list[torch.Tensor]:
@@ -85,7 +81,8 @@ def engine_logits(model: TrainedModel, rank: int, world: int, directory: Path) -
     args.micro_batch_size = SAMPLES
     mesh = Mesh.build(args.pp, args.dp, args.tp, args.device, args.seed)
     trainer = make_trainer(args, mesh)
-    trainer.load(model.folder)
+    args.load = str(model.folder.parent)
+    checkpoint.load(trainer, args, mesh, model.iteration)
     trainer.model.eval()
     slices: list[torch.Tensor] = []
     catch_logits(slices)
@@ -138,7 +135,8 @@ def compare(run: Path, output: Path) -> dict[str, float]:
     """The largest difference of a logit in multiples of the largest logit, as it is and with a mistake planted."""
     copy = shutil.copytree(run, output / run.name)
     model = TrainedModel.of_run(copy)
-    add_noise(model.folder)
+    untouched = model.folder.rename(model.folder.with_name("without noise"))
+    with_noise(replace(model, folder=untouched), model.folder)
     expected = in_processes(model, output / f"{run.name} logits").float()
 
     def difference(directory: Path) -> float:

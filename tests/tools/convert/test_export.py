@@ -96,7 +96,7 @@ def test_what_cannot_be_exported_is_refused_in_a_sentence(exported: Path, tmp_pa
     refused = t5bench("export", run, tmp_path / "new", "--iteration", "15")
     assert refused.returncode == 2 and "20, 10" in refused.stderr
     incomplete = shutil.copytree(run, tmp_path / "incomplete")
-    shard = incomplete / "checkpoints" / "iter_0000020" / "mp_rank_01_001" / "model_optim_rng.pt"
+    shard = incomplete / "checkpoints" / "iter_0000020" / "__3_0.distcp"
     os.truncate(shard, shard.stat().st_size // 2)
     older = t5bench("export", incomplete, tmp_path / "older")
     assert older.returncode == 0 and "iteration 10" in older.stdout, older.stderr

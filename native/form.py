@@ -1,0 +1,230 @@
+"""The form of a checkpoint's files, in which names and shapes are those of a one-process model.
+
+    .metadata          which box of which tensor is where: the index of PyTorch's distributed checkpoint (DCP)
+    __0_0.distcp ...   each process's boxes, by DCP
+    checkpoint.json    iteration, who saved it, every file's size and checksum: written last
+
+A process names the boxes that it has, and DCP writes them; or those that it needs, and DCP reads what overlaps.
+"""
+
+import contextlib
+import io
+import json
+import os
+import pickle
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint import filesystem, metadata, planner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from native.pieces import Piece
+from t5bench import Problem
+
+SEAL = "checkpoint.json"
+INDEX = ".metadata"
+FORM = 1
+
+
+def chunk_of(piece: Piece) -> metadata.ChunkStorageMetadata:
+    return metadata.ChunkStorageMetadata(torch.Size(piece.offsets), piece.tensor.size())
+
+
+class SavePlanner(DefaultSavePlanner):
+    """Writes these pieces."""
+
+    def __init__(self, pieces: Sequence[Piece]) -> None:
+        super().__init__(flatten_state_dict=False)
+        self.pieces = {(piece.key, piece.offsets): piece for piece in pieces}
+
+    def create_local_plan(self) -> planner.SavePlan:
+        return planner.SavePlan([self.item(piece) for piece in self.pieces.values()])
+
+    def item(self, piece: Piece) -> planner.WriteItem:
+        properties = metadata.TensorProperties(dtype=piece.tensor.dtype)
+        data = planner.TensorWriteData(chunk_of(piece), properties, torch.Size(piece.shape))
+        index = metadata.MetadataIndex(piece.key, piece.offsets)
+        return planner.WriteItem(index, planner.WriteItemType.SHARD, tensor_data=data)
+
+    def resolve_data(self, write_item: planner.WriteItem) -> Tensor:
+        return self.pieces[write_item.index.fqn, tuple(write_item.index.offset)].tensor.detach()
+
+
+class LoadPlanner(DefaultLoadPlanner):
+    """Fills these pieces from what overlaps with them in the checkpoint."""
+
+    def __init__(self, pieces: Sequence[Piece], folder: Path) -> None:
+        super().__init__(flatten_state_dict=False)
+        self.folder = folder
+        self.pieces: dict[str, dict[tuple[int, ...], Piece]] = {}
+        for piece in pieces:
+            self.pieces.setdefault(piece.key, {})[piece.offsets] = piece
+
+    def create_local_plan(self) -> planner.LoadPlan:
+        """Raises Problem for a checkpoint of another model."""
+        items = []
+        for key, boxes in self.pieces.items():
+            stored = self.metadata.state_dict_metadata.get(key)
+            shape = torch.Size(next(iter(boxes.values())).shape)
+            if stored is None or stored.size != shape:
+                has = f"with the shape {list(stored.size)}" if stored else "missing"
+                found = f"{key} is {has} in {self.folder}, and this run's model has it with the shape {list(shape)}"
+                raise Problem(found, "Resume with the run's own model settings")
+            items += create_read_items_for_chunk_list(key, stored, [chunk_of(piece) for piece in boxes.values()])
+        return planner.LoadPlan(items)
+
+    def resolve_tensor(self, read_item: planner.ReadItem) -> Tensor:
+        target = self.pieces[read_item.dest_index.fqn][tuple(read_item.dest_index.offset)].tensor.detach()
+        for dim, (begin, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
+            target = target.narrow(dim, begin, length)
+        return target
+
+    def commit_tensor(self, read_item: planner.ReadItem, tensor: Tensor) -> None:
+        pass
+
+
+class Checksummed(io.RawIOBase):
+    """A file that is written, with its size and CRC-32."""
+
+    def __init__(self, file: Any) -> None:
+        self.file = file
+        self.size = 0
+        self.crc = 0
+
+    def write(self, data: Any) -> int:
+        self.crc = zlib.crc32(data, self.crc)
+        self.size += memoryview(data).nbytes
+        return self.file.write(data)
+
+    def tell(self) -> int:
+        return self.size
+
+    def fileno(self) -> int:
+        self.file.flush()  # what is synced must be with the kernel
+        return self.file.fileno()
+
+    def flush(self) -> None:
+        self.file.flush()
+
+
+class Files(filesystem.FileSystem):
+    """Keeps the size and checksum of each file that it has written, by name."""
+
+    def __init__(self) -> None:
+        self.written: dict[str, tuple[int, int]] = {}
+
+    @contextlib.contextmanager
+    def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[Any]:
+        with super().create_stream(path, mode) as file:
+            if "w" not in mode:
+                yield file
+                return
+            checksummed = Checksummed(file)
+            yield checksummed
+        self.written[Path(path).name] = (checksummed.size, checksummed.crc)
+
+
+class Writer(dcp.FileSystemWriter):
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.fs = Files()
+
+    def storage_meta(self) -> metadata.StorageMeta:
+        """Without the directory's path: checkpoints are moved."""
+        return metadata.StorageMeta(save_id=self.save_id)
+
+
+# All that DCP's index is made of.
+INDEX_CLASSES: dict[tuple[str, str], Any] = {
+    (kind.__module__, kind.__name__): kind
+    for kind in (
+        metadata.ChunkStorageMetadata,
+        metadata.Metadata,
+        metadata.MetadataIndex,
+        metadata.StorageMeta,
+        metadata.TensorProperties,
+        metadata.TensorStorageMetadata,
+        metadata._MEM_FORMAT_ENCODING,
+        filesystem._StorageInfo,
+        torch.Size,
+    )
+} | {
+    ("torch", "float32"): torch.float32,
+    ("torch", "uint8"): torch.uint8,
+    ("torch", "strided"): torch.strided,
+    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
+}
+
+
+class IndexUnpickler(pickle.Unpickler):
+    """An index is a pickle, which may name programs: only DCP's own classes are looked up."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in INDEX_CLASSES:
+            raise pickle.UnpicklingError(f"it names {module}.{name}")
+        return INDEX_CLASSES[module, name]
+
+
+class Reader(dcp.FileSystemReader):
+    def read_metadata(self, *_: Any, **__: Any) -> metadata.Metadata:
+        """Raises Problem for a file that is not DCP's index."""
+        path = Path(self.path, INDEX)
+        try:
+            with path.open("rb") as file:
+                return IndexUnpickler(file).load()
+        except (OSError, pickle.UnpicklingError, EOFError, AttributeError, TypeError, ValueError, IndexError) as error:
+            raise Problem(f"{path} cannot be read as a checkpoint's index: {error}", "Copy it again") from error
+
+    def fill(self, index: metadata.Metadata, pieces: Sequence[Piece]) -> None:
+        """Reads the pieces' tensors, in this process alone. Raises Problem."""
+        loading = LoadPlanner(pieces, Path(self.path))
+        loading.set_up_planner({}, index, is_coordinator=True)
+        self.set_up_storage_reader(index, is_coordinator=True)
+        self.read_data(loading.create_local_plan(), loading)
+
+
+def read_seal(folder: Path) -> dict[str, Any]:
+    """checkpoint.json. Raises Problem for a checkpoint without one."""
+    try:
+        return json.loads((folder / SEAL).read_text())
+    except FileNotFoundError:
+        found = f"{folder} has no {SEAL}: its saving did not end, or an earlier release saved it"
+        raise Problem(found, "python -m t5bench reshape RUN writes an earlier release's checkpoint anew") from None
+
+
+def write_seal(
+    folder: Path,
+    content: Mapping[str, Any],
+    written: Mapping[str, tuple[int, int]],
+    read_from: Sequence[Any],
+    rank: int,
+) -> None:
+    """written: each file's size and checksum, without the index's."""
+    index = (folder / INDEX).read_bytes()
+    files = {name: sums for name, sums in written.items() if name.endswith(".distcp")}
+    files[INDEX] = len(index), zlib.crc32(index)
+    seal = {"form": FORM, **content, "files": files, "read_from": read_from}
+    write_whole(folder / SEAL, json.dumps(seal).encode(), rank)
+
+
+def write_whole(path: Path, content: bytes, rank: int) -> None:
+    """A reader sees the old content or the new. rank: of this process, because several may write the same file."""
+    own = path.with_name(f"{path.name}.{rank}")
+    with own.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    own.replace(path)
+
+
+def write_form(folder: Path, planning: SavePlanner, content: Mapping[str, Any]) -> None:
+    """A complete checkpoint, by one process that is no part of a run. content: of its seal."""
+    writer = Writer(folder)
+    dcp.save({}, storage_writer=writer, planner=planning, no_dist=True)
+    write_seal(folder, content, writer.fs.written, [], 0)
