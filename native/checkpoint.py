@@ -23,10 +23,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 
 from native.data_parallel import TorchTrainer
-from native.form import INDEX, SEAL, Reader, SavePlanner, Writer, read_seal, write_seal, write_whole
+from native.form import INDEX, SEAL, Reader, SavePlanner, Writer, read_seal, save, write_seal, write_whole
 from native.parallel import Mesh
 from native.pieces import Piece
 
@@ -131,7 +130,7 @@ class Saver:
         for name in (SEAL, INDEX):  # of an attempt before
             (folder / name).unlink(missing_ok=True)
         writer = Writer(folder)
-        index = dcp.save({}, storage_writer=writer, planner=SavePlanner(share.pieces), process_group=self.group)
+        index = save(writer, SavePlanner(share.pieces), self.group)
         told: list[Any] = [None] * self.args.world_size
         dist.all_gather_object(told, (writer.fs.written, share.read_from), group=self.group)
         if self.args.local_rank == 0:  # every node's directory gets the index and the seal: it need not be the others'

@@ -1,13 +1,16 @@
 """Every setup of the native engine continues every other's checkpoint: trains all pairs, and compares the curves.
 
-    python tests/native/continuations.py FAMILY PRECISION [SETUP...]
+    python tests/native/continuations.py FAMILY PRECISION [--ring] [--mistake NAME] [--setups SETUP...]
 
 prints one JSON object: for each pair, the largest relative difference of a loss and of a gradient norm after the change
-from the uninterrupted run of the new setup. Without names of setups, all of them. The processes are forked from this
-one, so that torch is imported once. A setup's processes continue all checkpoints in turn, and before each everything
-that they hold is made nan, so that nothing can be left from the one before.
+from the uninterrupted run of the new setup. Without names of setups, all of them. With --ring each continues the one
+that is named before it. With --mistake something is changed after it was loaded: a kind of tensor, or the step.
+
+The processes are forked from this one, so that torch is imported once. A setup's processes continue all checkpoints in
+turn, and before each everything that they hold is made nan, so that nothing can be left from the one before.
 """
 
+import argparse
 import contextlib
 import gc
 import json
@@ -42,11 +45,12 @@ from t5bench.imports import import_deepspeed, leave_out_compiler
 from t5bench.plan import planner
 from t5bench.plan.ports import free_port
 
+SAMPLE = REPO_ROOT / "megatron_data" / "sample"
 SAVED = 3
 LAST = 6
 SIZES = {
     "t5": {"ENCODER_SEQ_LENGTH": "32", "DECODER_SEQ_LENGTH": "16"},
-    "gpt": {"SEQ_LENGTH": "32", "TOKENIZER_MODEL": str(REPO_ROOT / "megatron_data" / "sample" / "tokenizer")},
+    "gpt": {"SEQ_LENGTH": "32"},
 }
 RECIPE = {
     "ENGINE": "native", "DEVICE": "cpu", "MODEL_PRESET": "tiny", "TRAIN_ITERS": str(LAST), "GLOBAL_BATCH_SIZE": "12",
@@ -85,6 +89,7 @@ def words_of(setup: Setup, family: str, precision: str, data: Path) -> list[str]
     """The engine's command line, as the setup's launcher makes it."""
     chosen = RECIPE | SIZES[family] | setup.settings | {"NPROC_PER_NODE": str(setup.processes), "MODEL_FAMILY": family}
     chosen |= {"PRECISION_FLAG": "--bf16" if precision == "bf16" else "", "MEGATRON_DATA_DIR": str(data)}
+    chosen |= {"TOKENIZER_MODEL": str(SAMPLE / "tokenizer")}
     plan = planner.plan(environment(**chosen), setup.strategy)
     if plan.obstacles:
         raise SystemExit(f"{setup}: {'; '.join(str(each) for each in plan.obstacles)}")
@@ -99,8 +104,9 @@ def prepared(directory: Path, family: str) -> Path:
     """The bundled articles as an indexed dataset."""
     data = directory / family
     script = ["bash", str(REPO_ROOT / "scripts" / "prepare_xsum_megatron.sh")]
-    settings = environment(SAMPLE="1", MODEL_FAMILY=family, **SIZES[family], MEGATRON_DATA_DIR=str(data))
-    subprocess.run(script, env=settings, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    source = {"XSUM_SOURCE": str(SAMPLE / "articles.jsonl"), "TOKENIZER_MODEL": str(SAMPLE / "tokenizer")}
+    settings = environment(MODEL_FAMILY=family, MEGATRON_DATA_DIR=str(data), **source)
+    subprocess.run(script, env=settings, check=True, capture_output=True)
     return data
 
 
@@ -111,6 +117,8 @@ Curve = list[tuple[float, float]]  # a loss and a gradient norm for each iterati
 
 class Process:
     """A rank of the engine."""
+
+    mistake = ""
 
     def __init__(self, words: Sequence[str], family: str) -> None:
         args = parse(list(words), family)
@@ -153,7 +161,17 @@ class Process:
                 piece.tensor.fill_(math.nan)
         self.args.load = str(directory)
         checkpoint.load(self.trainer, self.args, self.mesh, SAVED)
+        self.make_mistake()
         return self.train(SAVED)
+
+    def make_mistake(self) -> None:
+        """One step more, or a thousandth more of all tensors of a kind."""
+        if self.mistake == "step":
+            for state in self.trainer.optimizer.state.values():
+                state["step"] += 1
+        for piece in self.trainer.pieces():
+            if self.mistake and piece.key.startswith(f"{self.mistake}."):
+                piece.tensor.mul_(1.001)
 
 
 def rank_of(words: Sequence[str], family: str, own: Path, others: Sequence[Path]) -> dict[str, Curve]:
@@ -228,14 +246,25 @@ def differences(
     return result
 
 
-def main(family: str, precision: str, *names: str) -> None:
-    names = names or tuple(SETUPS)
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("family", choices=SIZES)
+    parser.add_argument("precision", choices=("fp32", "bf16"))
+    parser.add_argument("--setups", nargs="+", choices=SETUPS, default=[*SETUPS])
+    parser.add_argument("--ring", action="store_true")
+    parser.add_argument("--mistake", default="")
+    arguments = parser.parse_args()
+    names = arguments.setups
+    Process.mistake = arguments.mistake
+    pairs = dict.fromkeys(names, names)
+    if arguments.ring:
+        pairs = {name: [before] for before, name in zip([names[-1], *names], names, strict=False)}
     leave_out_compiler()
     import_deepspeed()
     gc.freeze()
     with tempfile.TemporaryDirectory() as directory:
-        print(json.dumps(differences(family, precision, dict.fromkeys(names, names), Path(directory))))
+        print(json.dumps(differences(arguments.family, arguments.precision, pairs, Path(directory))))
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

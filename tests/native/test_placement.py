@@ -6,7 +6,6 @@ mixes devices raises.
 
 from argparse import Namespace
 from collections import defaultdict
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,9 +15,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from native import data_parallel, pipeline_parallel, train
+from native import data_parallel, pipeline_parallel
 from native.data import Batch
-from native.parallel import Axis, Mesh
+from native.parallel import Mesh
 from native.pipeline_parallel import PipelineTrainer
 from native.tensor_parallel import SharedDropout
 from native.trainers import make_trainer
@@ -89,23 +88,6 @@ def test_pipeline_stages_exchange_where_the_backend_can(args: Namespace, monkeyp
     assert [way for way, _ in messages].count("send") == [way for way, _ in messages].count("receive") == 3 * count
     forms = {(tensor.device.type, tensor.dtype, tuple(tensor.shape)) for _, tensor in messages}
     assert forms == {(place, torch.bfloat16, (args.micro_batch_size, 64, 64))}
-
-
-def test_a_checkpoint_holds_every_state_that_dropout_draws_from(monkeypatch: Patch, tmp_path: Path):
-    monkeypatch.setattr("torch.distributed.barrier", lambda: None)
-    gpus = torch.Generator()
-    shared = torch.Generator()
-    drawn_from = gpus, shared, torch.default_generator
-    monkeypatch.setattr("torch.cuda.default_generators", [gpus])
-    args = parsed("--save", str(tmp_path), "--save-interval", "1", "--load", str(tmp_path))
-    args.device = torch.device("cuda", 0)
-    mesh = Mesh(tp=Axis(rng=shared))
-    trainer = Namespace(save=lambda *_: None, load=lambda *_: None)
-    train.save(trainer, args, mesh, 3)
-    before = [torch.rand(4, generator=generator).tolist() for generator in drawn_from]
-    train.load(trainer, args, mesh, 3)
-    assert [torch.rand(4, generator=generator).tolist() for generator in drawn_from] == before
-    assert (tmp_path / train.TRACKER).read_text() == "3"
 
 
 class Collectives(TorchDispatchMode):

@@ -1,0 +1,269 @@
+"""Checkpoints in one form: the boxes of every division, what is written and read, and what is refused."""
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from command_lines import parsed
+from hypothesis import given
+from hypothesis import strategies as st
+from made_runs import made_checkpoints
+from support import REPO_ROOT
+from torch.distributed.checkpoint import SavePlan
+
+from native import checkpoint, form
+from native.form import INDEX, SEAL, Reader, SavePlanner, write_form
+from native.parallel import Axis, Mesh
+from native.pieces import Piece, boxes_of_rows, boxes_of_stretch, shared_out
+from native.tensor_parallel import Slice
+from t5bench import Problem
+
+LARGEST = 5e-6  # the gate's, of a relative difference in fp32
+
+
+# ---- boxes ---------------------------------------------------------------------------------------------------------
+
+
+@given(shape=st.lists(st.integers(1, 6), min_size=1, max_size=3), ends=st.tuples(st.floats(0, 1), st.floats(0, 1)))
+def test_a_stretch_of_elements_is_a_few_boxes(shape: list[int], ends: tuple[float, float]):
+    elements = torch.arange(torch.Size(shape).numel())
+    begin, end = sorted(round(place * len(elements)) for place in ends)
+    boxes = list(boxes_of_stretch(shape, begin, end))
+    found = []
+    for offsets, sizes in boxes:
+        index = [slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True)]
+        found += elements.view(shape)[tuple(index)].flatten().tolist()
+    assert found == list(range(begin, end))
+    assert len(boxes) <= 2 * len(shape) - 1
+
+
+@given(
+    tp=st.integers(1, 4), shards=st.integers(1, 5), blocks=st.sampled_from([1, 3]), dim=st.sampled_from([0, 1]),
+    each=st.integers(1, 3),
+)  # fmt: skip
+def test_the_boxes_of_all_processes_are_the_whole_tensor(tp: int, shards: int, blocks: int, dim: int, each: int):
+    """FSDP2 cuts the rows of what tensor parallelism has cut, of which the last processes may have none."""
+    tp_slice = Slice(dim, blocks if dim == 0 else 1)
+    size = tp_slice.blocks * each * tp
+    whole = torch.arange(size * 2.0).view((size, 2) if dim == 0 else (2, size))
+    found = torch.full_like(whole, -1)
+    for rank in range(tp):
+        axis = Axis(tp, rank)
+        part = tp_slice.cut(whole, axis)
+        stretches = tp_slice.stretches(part.shape[dim], axis)
+        rows = -(-len(part) // shards)
+        for shard in range(shards):
+            begin = min(shard * rows, len(part))
+            local = part[begin : begin + rows]
+            for box in boxes_of_rows(2, dim, stretches, (begin, begin + len(local))):
+                values = box.of(local)
+                target = found
+                for axis_number, (offset, length) in enumerate(zip(box.offsets, values.shape, strict=True)):
+                    target = target.narrow(axis_number, offset, length)
+                assert (target == -1).all(), "no element is in two boxes"
+                target.copy_(values)
+    assert found.equal(whole)
+
+
+@given(sizes=st.lists(st.integers(0, 100), max_size=30), writers=st.integers(1, 5))
+def test_replicas_share_the_writing(sizes: list[int], writers: int):
+    chosen = shared_out(sizes, writers)
+    loads = [sum(size for size, each in zip(sizes, chosen, strict=True) if each == writer) for writer in range(writers)]
+    assert max(loads) - min(loads) <= max(sizes, default=0)
+
+
+# ---- files ---------------------------------------------------------------------------------------------------------
+
+
+def pieces_of(**tensors: torch.Tensor) -> list[Piece]:
+    return [Piece(f"model.{name}", tuple(value.shape), (0,) * value.dim(), value, 0) for name, value in tensors.items()]
+
+
+def test_what_is_written_can_be_read_in_other_boxes(tmp_path: Path):
+    weight = torch.arange(24.0).view(6, 4)
+    boxes = [Piece("model.w", (6, 4), offsets, weight[offsets[0] : offsets[0] + 3], 0) for offsets in ((0, 0), (3, 0))]
+    write_form(tmp_path, SavePlanner(boxes), {"step": 3})
+    column = torch.empty(6, 1)
+    reader = Reader(tmp_path)
+    reader.fill(reader.read_metadata(), [Piece("model.w", (6, 4), (0, 2), column, 0)])
+    assert column.flatten().equal(weight[:, 2])
+    assert str(tmp_path).encode() not in (tmp_path / INDEX).read_bytes(), "checkpoints are moved"
+
+
+def test_a_tensor_that_no_process_has_whole_is_not_saved():
+    planning = SavePlanner([Piece("model.w", (6, 4), (0, 0), torch.ones(3, 4), 0)])
+    planning.set_up_planner({}, is_coordinator=True)
+    with pytest.raises(ValueError, match="tensor-volume: 24 chunks-volume: 12"):
+        planning.create_global_plan([planning.create_local_plan(), SavePlan([])])
+
+
+def test_another_model_is_refused(tmp_path: Path):
+    write_form(tmp_path, SavePlanner(pieces_of(w=torch.ones(3, 4))), {"step": 3})
+    reader = Reader(tmp_path)
+    for name, shape, has in (("w", (3, 5), "with the shape [3, 4]"), ("v", (3, 4), "missing")):
+        with pytest.raises(Problem, match=f"model.{name} is {has}".replace("[", r"\[")):
+            reader.fill(reader.read_metadata(), pieces_of(**{name: torch.empty(shape)}))
+
+
+class Hostile:
+    def __reduce__(self) -> tuple:
+        return os.system, ("touch hostile",)
+
+
+@pytest.mark.parametrize("content", [pickle.dumps(Hostile()), b"", b"no pickle", pickle.dumps([])[:3]])
+def test_an_index_runs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / INDEX).write_bytes(content)
+    with pytest.raises(Problem, match="cannot be read as a checkpoint's index"):
+        Reader(tmp_path).read_metadata()
+    assert not (tmp_path / "hostile").exists()
+
+
+# ---- saving and loading --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[Path]:
+    """One process, which is a run of its own."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield tmp_path
+    dist.destroy_process_group()
+
+
+def trainer_of(pieces: Callable[[], list[Piece]]) -> Namespace:
+    return Namespace(pieces=pieces, updates=3, begin_load=lambda updates: None, end_load=lambda: None)
+
+
+def test_dropout_continues_where_the_same_processes_draw_it(monkeypatch: pytest.MonkeyPatch, alone: Path):
+    gpus = torch.Generator()
+    shared = torch.Generator()
+    drawn_from = torch.default_generator, shared, gpus
+    monkeypatch.setattr("torch.cuda.default_generators", [gpus])
+    args = parsed("--save", str(alone), "--save-interval", "1", "--load", str(alone))
+    args.device = torch.device("cuda", 0)
+    mesh = Mesh(tp=Axis(rng=shared))
+    trainer = trainer_of(list)
+    saver = checkpoint.Saver(trainer, args, mesh)
+    saver.save(3)
+    saver.close()
+    assert (alone / checkpoint.TRACKER).read_text() == "3"
+
+    def draws() -> list[list[float]]:
+        return [torch.rand(4, generator=generator).tolist() for generator in drawn_from]
+
+    before = draws()
+    checkpoint.load(trainer, args, mesh, 3)
+    assert draws() == before
+    args.dp = 2
+    anew = []
+    for _ in range(2):  # every attempt begins alike
+        for generator in drawn_from:
+            generator.manual_seed(5)
+        checkpoint.load(trainer, args, mesh, 3)
+        anew.append(draws())
+    assert anew[0] == anew[1]
+    assert all(one != other for one, other in zip(anew[0], before, strict=True))
+
+
+def test_training_goes_on_while_its_copy_is_written(monkeypatch: pytest.MonkeyPatch, alone: Path):
+    """Without memory for the copy it waits."""
+    weight = torch.zeros(2)
+    args = parsed("--save", str(alone), "--save-interval", "1", "--load", str(alone))
+    saver = checkpoint.Saver(trainer_of(lambda: pieces_of(w=weight)), args, Mesh(tp=Axis(rng=torch.Generator())))
+
+    def saved(iteration: int) -> float:
+        stored = torch.empty(2)
+        reader = Reader(checkpoint.checkpoint_folder(str(alone), iteration))
+        reader.fill(reader.read_metadata(), pieces_of(w=stored))
+        return float(stored[0])
+
+    threads = saver.thread
+    blocked = Namespace(submit=lambda write, share: Namespace(result=lambda: write(share), done=lambda: False))
+    saver.thread = blocked  # which writes when it is waited for
+    saver.save(1)
+    weight += 1
+    saver.save(2)
+    weight += 1
+    saver.finish()
+    assert (saved(1), saved(2)) == (0, 1)
+    monkeypatch.setattr(checkpoint, "has_memory_for", lambda pieces: False)
+    saver.save(3)
+    assert saver.unfinished is None and saved(3) == 2
+    saver.thread = threads
+    saver.close()
+
+
+def test_a_checkpoint_whose_writing_ends_early_leaves_the_one_before(monkeypatch: pytest.MonkeyPatch, alone: Path):
+    """A full disk is told, at the latest when the training ends; what is there counts as incomplete."""
+    run = alone / "checkpoints"
+    args = parsed("--save", str(run), "--save-interval", "1", "--load", str(run))
+    saver = checkpoint.Saver(trainer_of(lambda: pieces_of(w=torch.ones(2))), args, Mesh(tp=Axis(rng=torch.Generator())))
+    saver.save(1)
+    saver.finish()
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(form.Writer, "write_data", full)
+    saver.save(2)
+    with pytest.raises(Exception, match="No space left on device"):
+        saver.close()
+    assert (run / checkpoint.TRACKER).read_text() == "1"
+    iteration, faults = made_checkpoints(alone, dp=1).newest()
+    assert (iteration, faults) == (1, {2: f"iter_0000002/{SEAL} is missing: its saving did not end"})
+
+
+# ---- every setup continues every other's ---------------------------------------------------------------------------
+
+RING = [
+    "DDP, 3", "ZeRO-1, 2", "TP with sequence parallelism, 2", "ZeRO-2, 3", "pipeline interleaved, 2",
+    "ZeRO-3, 3", "hybrid, TP 2 x PP 2 x DP 2", "FSDP2, 3", "ZeRO-3 offload, 2",
+]  # fmt: skip
+
+
+def continuations(family: str, precision: str, *words: str) -> dict[str, dict[str, list[float]]]:
+    """What continuations.py finds."""
+    command = [sys.executable, str(REPO_ROOT / "tests" / "native" / "continuations.py"), family, precision, *words]
+    paths = os.pathsep.join([str(REPO_ROOT), str(REPO_ROOT / "tests")])
+    result = subprocess.run(
+        command, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr[-5000:]
+    return json.loads(result.stdout)
+
+
+def check(found: dict[str, dict[str, list[float]]], loss: float, norm: float) -> None:
+    for after, pairs in found.items():
+        for before, (own_loss, own_norm) in pairs.items():
+            assert own_loss <= loss and own_norm <= norm, f"{after} continues {before}: {own_loss:.1e}, {own_norm:.1e}"
+
+
+@pytest.mark.slow
+def test_every_strategy_continues_another_s_run():
+    """Each once as the one that saves and once as the one that continues."""
+    found = continuations("t5", "fp32", "--ring", "--setups", *RING)
+    assert sorted(found) == sorted(RING)
+    check(found, LARGEST, LARGEST)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mistake", ["step", "exp_avg", "exp_avg_sq", "model"])
+def test_a_mistake_in_what_is_carried_over_shows(mistake: str):
+    found = continuations("gpt", "fp32", "--mistake", mistake, "--setups", "DDP, 1 process")
+    [[(loss, _)]] = [pairs.values() for pairs in found.values()]
+    assert loss > LARGEST
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("family", ["t5", "gpt"])
+@pytest.mark.parametrize(("precision", "loss", "norm"), [("fp32", LARGEST, LARGEST), ("bf16", 2e-3, 2e-2)])
+def test_every_setup_continues_every_other_s_run(family: str, precision: str, loss: float, norm: float):
+    check(continuations(family, precision), loss, norm)
