@@ -1,11 +1,12 @@
 """Checkpoints for another layout: weights without the engine, and runs that continue."""
 
+import shutil
 from argparse import Namespace
 from pathlib import Path
 
 import pytest
 import torch
-from real_runs import EXACT, WATCHED, train
+from real_runs import EXACT, WATCHED, finish, start, train
 
 from t5bench import Problem
 from t5bench.__main__ import main
@@ -122,10 +123,12 @@ def continued(run: Path, directory: Path, strategy: str, tp: int, pp: int, **set
 def check_continues(found: Run, expected: Run) -> None:
     """The same samples, rates, losses and gradient norms as without the change."""
     numbers = {line.iteration: (line.lm_loss, line.grad_norm, line.learning_rate) for line in expected.iterations}
-    assert [line.iteration for line in found.iterations] == list(range(11, 21))
-    for line in found.iterations:
+    later = [line for line in found.iterations if line.begin]
+    assert [line.iteration for line in later] == list(range(11, 21))
+    for line in later:
         assert (line.lm_loss, line.grad_norm, line.learning_rate) == pytest.approx(numbers[line.iteration], rel=5e-6)
-    assert found.evaluations[-1].lm_loss == pytest.approx(expected.evaluations[-1].lm_loss, rel=1e-6)
+    ends = [[each.lm_loss for each in run.evaluations if each.iteration == 20] for run in (found, expected)]
+    assert ends[0][0] == pytest.approx(ends[1][0], rel=1e-6)
     assert not list(contradictions(found))
 
 
@@ -138,30 +141,55 @@ CHANGES = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("before", "after", "tp", "pp"), [*CHANGES, ("zero3", "fsdp2", 1, 1)])
-def test_a_run_of_the_native_engine_continues_in_another_layout(
-    native_runs: Path, sample_data: Path, tmp_path: Path, before: str, after: str, tp: int, pp: int
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("hybrid", "zero3"), ("zero2", "pipeline"), pytest.param("fsdp2", "tensor", marks=pytest.mark.nightly)],
+)
+def test_a_run_of_the_native_engine_continues_under_another_strategy(
+    native_runs: Path, sample_data: Path, tmp_path: Path, before: str, after: str
 ):
-    run = native_runs / before
-    found = continued(run, tmp_path / after, after, tp, pp, ENGINE="native", MEGATRON_DATA_DIR=str(sample_data))
-    check_continues(found, load(run))
+    """RESUME=1 with the other launcher, and nothing else. Only the second half's iterations are timed as its own."""
+    run = shutil.copytree(native_runs / before, tmp_path / "run")
+    shutil.rmtree(run / "checkpoints" / "iter_0000020")
+    settings = EXACT | WATCHED | {"WANDB_MODE": "disabled", "ENGINE": "native", "MEGATRON_DATA_DIR": str(sample_data)}
+    [said] = finish(start(after, run, **settings, RESUME="1"))
+    assert f"the checkpoint of iteration 10: the strategy is '{after}' here and was '{before}'; the layout is" in said
+    assert "Dropout's random numbers begin anew" in said
+    found = load(run)
+    assert (found.strategy, found.plan.changed_at) == (after, 10)
+    check_continues(found, load(native_runs / before))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("run", "tp", "pp"), [("zero3", 2, 4), ("hybrid", 1, 1)])
-def test_a_reshaped_run_of_the_native_engine_has_the_same_weights(native_runs, tmp_path: Path, run: str, tp, pp):
-    """It can be exported before it continues, under the settings that its run had."""
+def test_a_reshaped_run_of_the_native_engine_is_the_run_again(native_runs, sample_data: Path, tmp_path: Path):
+    """It can be exported and reshaped again before it continues, under the settings that its run had."""
     directory = tmp_path / "reshaped"
-    words = ["reshape", native_runs / run, "--tp", tp, "--pp", pp, "--output", directory]
-    assert main([str(word) for word in words]) == 0
+    assert main(["reshape", str(native_runs / "hybrid"), "--output", str(tmp_path / "first"), "--iteration", "10"]) == 0
+    assert main(["reshape", str(tmp_path / "first"), "--output", str(directory)]) == 0
     found = TrainedModel.of_run(directory)
-    expected = TrainedModel.of_run(native_runs / run)
-    assert (found.iteration, found.architecture, found.dtype) == (20, expected.architecture, expected.dtype)
+    expected = TrainedModel.of_run(native_runs / "hybrid", 10)
+    assert (found.iteration, found.architecture, found.dtype) == (10, expected.architecture, expected.dtype)
     assert {*found.weights} == {*expected.weights}
-    assert all(found.weights[name].to(found.dtype).equal(expected.weights[name]) for name in found.weights)
+    assert all(found.weights[name].equal(expected.weights[name]) for name in found.weights)
     assert settings_of(directory).plan.data_prefix == expected.record.plan.data_prefix
-    with pytest.raises(Problem, match="has no checkpoint of iteration 10"):
-        TrainedModel.of_run(directory, 10)
+    with pytest.raises(Problem, match="has no checkpoint of iteration 20"):
+        TrainedModel.of_run(directory, 20)
+    settings = EXACT | WATCHED | {"WANDB_MODE": "disabled", "ENGINE": "native", "MEGATRON_DATA_DIR": str(sample_data)}
+    check_continues(train("fsdp2", directory, **settings, RESUME="1"), load(native_runs / "hybrid"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("before", "after"), [("zero3", "tensor"), pytest.param("hybrid", "ddp", marks=pytest.mark.nightly)]
+)
+def test_a_run_of_megatron_continues_in_the_native_engine(
+    megatron_runs: Path, sample_data: Path, tmp_path: Path, before: str, after: str
+):
+    directory = tmp_path / after
+    words = ["reshape", megatron_runs / before, "--engine", "native", "--iteration", "10", "--output", directory]
+    assert main([str(word) for word in words]) == 0
+    settings = EXACT | WATCHED | {"WANDB_MODE": "disabled", "ENGINE": "native", "MEGATRON_DATA_DIR": str(sample_data)}
+    check_continues(train(after, directory, **settings, RESUME="1"), load(megatron_runs / before))
 
 
 @pytest.mark.slow
@@ -182,12 +210,23 @@ def test_a_run_of_megatron_continues_in_another_layout(
 
 
 @pytest.mark.slow
+def test_a_reshaped_run_of_megatron_can_be_reshaped_again(megatron_runs, megatron_dir, sample_data, tmp_path: Path):
+    engine = {"ENGINE": "megatron", "MEGATRON_DIR": str(megatron_dir), "MEGATRON_DATA_DIR": str(sample_data)}
+    first = tmp_path / "first"
+    words = ["reshape", megatron_runs / "zero2", "--tp", 2, "--pp", 2, "--output", first, "--iteration", "10"]
+    assert main([str(word) for word in words]) == 0
+    assert main(["reshape", str(first), "--output", str(tmp_path / "again")]) == 0
+    settings = EXACT | WATCHED | {"WANDB_MODE": "disabled"} | engine
+    check_continues(train("ddp", tmp_path / "again", **settings, RESUME="1"), load(megatron_runs / "zero2"))
+
+
+@pytest.mark.slow
 def test_the_states_of_bf16_and_of_more_replicas_are_carried_over(sample_data: Path, tmp_path: Path):
     """The fp32 masters, not their bf16 copies. From two replicas under ZeRO-2 to four under DDP."""
     settings = {"ENGINE": "native", "MEGATRON_DATA_DIR": str(sample_data), "TRAIN_ITERS": "4", "SAVE_INTERVAL": "2"}
     settings |= {"PRECISION_FLAG": "--bf16", "DROPOUT": "0", "GRADIENT_REDUCTION": "fp32"}
-    before = train("zero2", tmp_path / "zero2", **settings)
-    assert main(["reshape", str(tmp_path / "zero2"), "--iteration", "2", "--output", str(tmp_path / "ddp")]) == 0
-    after = train("ddp", tmp_path / "ddp", **settings, RESUME="1", NPROC_PER_NODE="4")
-    expected = [line.lm_loss for line in before.iterations[2:]]
+    before = train("zero2", tmp_path / "run", **settings)
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "iter_0000004")
+    after = train("ddp", tmp_path / "run", **settings, RESUME="1", NPROC_PER_NODE="4")
+    expected = [line.lm_loss for line in before.iterations]
     assert [line.lm_loss for line in after.iterations] == pytest.approx(expected, rel=2e-4)
