@@ -1,8 +1,8 @@
 """Writes the generated pages again, into docs/generated or a folder: ``python -m docs.make_generated [folder]``.
 
 So are the answers of the commands in learn.md. A test (tests/docs/test_generated.py) asks that this changes nothing.
-What comes from runs stays as it is: the cells of ledger.json, the example and the pictures of the quick start. What
-launchers read of the ledger is written, too.
+What comes from runs stays as it is: ledger.json and continuations.json, the example and the pictures of the quick
+start. What launchers read of the ledger is written, too.
 """
 
 import contextlib
@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from unittest.mock import patch
 
+from docs import continuations
 from t5bench.__main__ import main as t5bench
 from t5bench.record.ledger import DATA, write_shortened
 from t5bench.tools.ledger import tables
@@ -69,6 +70,7 @@ def write_all(folder: Path) -> None:
         write_printed(folder / "published.md", "predict", "--published")
         t5bench(["layouts", "--page", str(folder / "layouts.html")])
     tables.write(folder, cells)
+    continuations.write(folder)
 
 
 if __name__ == "__main__":

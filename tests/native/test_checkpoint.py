@@ -262,6 +262,14 @@ def test_a_mistake_in_what_is_carried_over_shows(mistake: str):
     assert loss > LARGEST
 
 
+def test_the_page_has_every_pair():
+    """docs/generated/continuations.md is made from these."""
+    measured = json.loads((REPO_ROOT / "docs" / "generated" / "continuations.json").read_text())
+    for title, pairs in measured.items():
+        assert all(pairs.keys() == befores.keys() for befores in pairs.values()) and len(pairs) == 16
+        check(pairs, *((LARGEST, LARGEST) if title.endswith("fp32") else (2e-3, 2e-2)))
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("family", ["t5", "gpt"])
 @pytest.mark.parametrize(("precision", "loss", "norm"), [("fp32", LARGEST, LARGEST), ("bf16", 2e-3, 2e-2)])
