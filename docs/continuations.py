@@ -18,8 +18,8 @@ BEGINNING = [
     "Tiny models without dropout, on a CPU with gloo; `tests/native/continuations.py` trains them.",
     "Before each continuation everything that the processes hold is made nan.",
     "",
-    "The parity gate allows 5e-6 in fp32; in bf16, where set-ups round at different places, 2e-3 of a loss and 2e-2 of a"
-    " norm ([parity.md](../parity.md)).",
+    "The parity gate allows 5e-6 in fp32; in bf16, where set-ups round at different places, 2e-3 of a loss and 2e-2 of"
+    " a norm ([parity.md](../parity.md)).",
     "",
 ]
 
@@ -34,15 +34,15 @@ def page(measured: Mapping[str, Pairs]) -> str:
 def table(title: str, pairs: Pairs) -> Iterator[str]:
     family, precision = title.split()
     numbers = {name: number for number, name in enumerate(pairs, 1)}
-    losses, norms = zip(*(pair for befores in pairs.values() for pair in befores.values()), strict=True)
+    losses, norms = zip(*(pair for row in pairs.values() for pair in row.values()), strict=True)
     yield f"## {FAMILIES[family]} in {precision}"
     yield ""
     yield f"Of {len(losses)} pairs, the largest difference of a loss is {max(losses):.1e}, of a norm {max(norms):.1e}."
     yield ""
     yield f"| Continues what was saved by | {' | '.join(str(number) for number in numbers.values())} |"
     yield f"|{'---|' * (len(numbers) + 1)}"
-    for after, befores in pairs.items():
-        cells = [f"{loss:.0e} {norm:.0e}" for loss, norm in (befores[before] for before in numbers)]
+    for after, row in pairs.items():
+        cells = [f"{loss:.0e} {norm:.0e}" for loss, norm in (row[before] for before in numbers)]
         yield f"| {numbers[after]} {after} | {' | '.join(cells)} |"
     yield ""
 

@@ -266,7 +266,7 @@ def test_the_page_has_every_pair():
     """docs/generated/continuations.md is made from these."""
     measured = json.loads((REPO_ROOT / "docs" / "generated" / "continuations.json").read_text())
     for title, pairs in measured.items():
-        assert all(pairs.keys() == befores.keys() for befores in pairs.values()) and len(pairs) == 16
+        assert all(pairs.keys() == row.keys() for row in pairs.values()) and len(pairs) == 16
         check(pairs, *((LARGEST, LARGEST) if title.endswith("fp32") else (2e-3, 2e-2)))
 
 
