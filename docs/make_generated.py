@@ -18,8 +18,8 @@ from unittest.mock import patch
 
 from docs import continuations
 from t5bench.__main__ import main as t5bench
-from t5bench.record.ledger import DATA, write_shortened
-from t5bench.tools.ledger import tables
+from t5bench.record.ledger import DATA
+from t5bench.tools.ledger import tables, verdicts
 
 FOLDER = Path(__file__).resolve().parent / "generated"
 COURSE = FOLDER.parent / "learn.md"
@@ -71,6 +71,7 @@ def write_all(folder: Path) -> None:
         t5bench(["layouts", "--page", str(folder / "layouts.html")])
     tables.write(folder, cells)
     continuations.write(folder)
+    verdicts.write_schema(folder)
 
 
 if __name__ == "__main__":
@@ -79,4 +80,4 @@ if __name__ == "__main__":
     else:
         write_all(FOLDER)
         COURSE.write_text(with_answers(COURSE.read_text()))
-        write_shortened(json.loads(DATA.read_text()))
+        verdicts.write(json.loads(DATA.read_text())["cells"])

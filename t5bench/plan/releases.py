@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from t5bench.record.ledger import OF_LAUNCHERS, LedgerAnswer, look_up
+from t5bench.record.ledger import VERDICTS, LedgerAnswer, look_up
 
 
 def ledger_strategy(config: Mapping[str, Any], pipeline_stages: int) -> tuple[str, bool]:
@@ -25,7 +25,7 @@ def ask_ledger(
     micro_batches: int,
     pipeline_stages: int = 1,
     resumes: bool = False,
-    path: Path = OF_LAUNCHERS,
+    path: Path = VERDICTS,
 ) -> LedgerAnswer:
     """What the ledger says of a run with this DeepSpeed JSON, in the words of a launcher."""
     strategy, offload = ledger_strategy(config, pipeline_stages)

@@ -1,28 +1,97 @@
-"""What the ledger says of a release of DeepSpeed. ``python -m t5bench ledger`` writes it.
+"""What the ledger says of a release of DeepSpeed or PyTorch, from the few kilobytes of releases.json in this folder.
 
-A launcher reads releases.json, which is in this folder: what it needs of docs/generated/ledger.json, in a seventh of
-the bytes. So a node to which docs/ was not copied knows the wrong releases, too.
+``python -m t5bench ledger`` trains the cells and writes the file (t5bench/tools/ledger/verdicts.py); the classes here
+say what is in it, for a launcher, for ``ledger --mine``, and for other projects: docs/generated/releases.schema.json.
+A node to which docs/ was not copied has it, too.
 """
 
-import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
 
 from t5bench import REPOSITORY
-from t5bench.record.files import write_whole
 
 DATA = REPOSITORY / "docs" / "generated" / "ledger.json"
-OF_LAUNCHERS = Path(__file__).with_name("releases.json")
-_OF_A_CELL = ("release", "strategy", "mode", "verdict", "torch")
+VERDICTS = Path(__file__).with_name("releases.json")
+FORMAT = "t5bench-releases-2"
 RIGHT = "right"
 WRONG = "wrong"
 UNKNOWN = "not measured"
 RIGHT_IN_FP32 = "not measured in {}; right in fp32"
 PIPELINE = "deepspeed-pipeline"
 PIPELINE_CLIPPING = "pipeline clipping"
+SPAN = ".."
+Spans = Annotated[
+    str,
+    Meta(description=f"releases, separated by blanks; a{SPAN}b is every measured release of the same software, a to b"),
+]
+
+
+class TrainedMode(msgspec.Struct):
+    """A way of training in which releases were tried."""
+
+    name: str
+    precision: Literal["fp32", "bf16", "fp16"]
+    micro_batches: Annotated[int, Meta(description="of a process and iteration")]
+    clipping: Annotated[bool, Meta(description="whether DeepSpeed's JSON says at which norm gradients are clipped")]
+    offload: Annotated[bool, Meta(description="of the optimizer's state to the CPU")]
+    resumes: Annotated[bool, Meta(description="whether the training is saved and continued")]
+    launchers: Annotated[bool, Meta(description="whether launchers of this project train so")]
+
+
+class MeasuredReleases(msgspec.Struct):
+    """What was trained under releases of one library, and which were right."""
+
+    software: Literal["deepspeed", "torch"]
+    torch: Annotated[str, Meta(description="PyTorch's release beside DeepSpeed's; empty where software is torch")]
+    releases: Annotated[list[str], Meta(description="the oldest first")]
+    right: Annotated[
+        dict[str, dict[str, Spans]],
+        Meta(description="by strategy and mode; what is here and in no fault was not tried"),
+    ]
+
+
+class ReleaseFault(msgspec.Struct, omit_defaults=True, kw_only=True):
+    """Releases that are not right in the same way. A field that is left out is empty."""
+
+    software: Literal["deepspeed", "torch"]
+    torch: Annotated[str, Meta(description="as in MeasuredReleases")] = ""
+    releases: Spans
+    strategy: str
+    modes: list[str]
+    verdict: Literal["wrong", "does not run", "hangs"]
+    iteration: Annotated[int | None, Meta(description="the first that is wrong")] = None
+    quantity: Annotated[str, Meta(description="what is wrong first: the loss or the gradient norm")] = ""
+    off_by: Annotated[
+        float | None, Meta(description="its largest relative difference; none of a wrong one: it is not a number")
+    ] = None
+    sentence: Annotated[str, Meta(description="with which it fails, if it does not run")] = ""
+    where: Annotated[str, Meta(description="the step and module that differ first, if a trace showed it")] = ""
+    upstream: Annotated[
+        list[str], Meta(description="issues and pull requests that explain it; see upstream below")
+    ] = []
+    mended_in: Annotated[str, Meta(description="the first later release that is right, of those that were tried")] = ""
+
+
+class ReleaseVerdicts(msgspec.Struct):
+    """Which releases of DeepSpeed and PyTorch train which strategy correctly, measured on CPUs over gloo.
+
+    A release is right in a mode if every loss and gradient norm equals those of DDP (DDP's: one process's) within the
+    bounds of docs/parity.md.
+    """
+
+    format: str
+    modes: list[TrainedMode]
+    measured: list[MeasuredReleases]
+    faults: list[ReleaseFault]
+    upstream: Annotated[
+        dict[str, list[str]], Meta(description="of each issue or pull request its address, and what it says")
+    ]
 
 
 @dataclass(frozen=True)
@@ -51,53 +120,87 @@ def is_of_launchers(mode: Mapping[str, Any]) -> bool:
     return mode["clipping"] and not mode["config"]
 
 
-def shorten(ledger: Mapping[str, Any]) -> dict[str, Any]:
-    """What launchers need of a ledger: their modes, which releases are right in each, and what is wrong with others."""
-    modes = {mode["name"]: mode for mode in ledger["modes"] if is_of_launchers(mode)}
-    right: dict[str, set[str]] = {}
-    faults = []
-    for cell in ledger["cells"]:
-        if cell["mode"] not in modes:
+def spans_of(releases: Sequence[str], measured: Sequence[str]) -> str:
+    """Releases as Spans; ``measured`` are those that the library was measured in, the oldest first."""
+    runs: list[list[str]] = []
+    for number, release in enumerate(measured):
+        if release not in releases:
             continue
-        if cell["verdict"] != RIGHT:
-            faults.append([*(cell[name] for name in _OF_A_CELL), _describe(cell)])
-        elif cell["release"]:
-            right.setdefault(f"{cell['strategy']}, {cell['mode']}", set()).add(cell["release"])
+        if runs and runs[-1][-1] == measured[number - 1]:
+            runs[-1].append(release)
         else:
-            right.setdefault(f"{cell['strategy']}, {cell['mode']}, torch", set()).add(cell["torch"])
-    options = ("name", "precision", "micro_batches", "clipping", "offload", "resumes", "config")
-    return {
-        "modes": [{option: mode[option] for option in options} for mode in modes.values()],
-        "right": {group: " ".join(sorted(releases)) for group, releases in sorted(right.items())},
-        "faults": faults,
-    }
+            runs.append([release])
+    return " ".join(run[0] if len(run) == 1 else f"{run[0]}{SPAN}{run[-1]}" for run in runs)
 
 
-def write_shortened(ledger: Mapping[str, Any]) -> None:
-    """Writes what launchers read, one fault a line. Raises OSError."""
-    parts = shorten(ledger)
-    lines = [f'"{name}": [\n{_rows(parts[name])}\n]' for name in ("modes", "faults")]
-    lines.insert(1, f'"right": {json.dumps(parts["right"], indent=0)}')
-    write_whole(OF_LAUNCHERS, "{\n" + ",\n".join(lines) + "\n}\n")
+def releases_in(spans: str, measured: Sequence[str]) -> list[str]:
+    """The releases that Spans name."""
+    named = []
+    for span in spans.split():
+        first, _, last = span.partition(SPAN)
+        named += measured[measured.index(first) : measured.index(last or first) + 1]
+    return named
 
 
-def _rows(values: Sequence[Any]) -> str:
-    return ",\n".join(map(json.dumps, values))
+def size_in_words(off_by: float | None) -> str:
+    """A relative difference as people say it: "off by 56 %", "3 times as large", "not a number"."""
+    if off_by is None:
+        return "not a number"
+    if off_by < 1:
+        return f"off by {100 * off_by:.2g} %"
+    times = float(f"{1 + off_by:.2g}")
+    return f"{times:,.0f} times as large" if times >= 10 else f"{times:g} times as large"
+
+
+def read_verdicts(path: Path = VERDICTS) -> ReleaseVerdicts:
+    """Raises OSError and ValueError."""
+    try:
+        verdicts = msgspec.json.decode(path.read_bytes(), type=ReleaseVerdicts)
+    except msgspec.MsgspecError as error:
+        raise ValueError(f"{path} holds no verdicts: {error}") from error
+    if verdicts.format != FORMAT:
+        raise ValueError(f"{path} has the format '{verdicts.format}', not '{FORMAT}'")
+    return verdicts
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """A whole or a shortened ledger, with its cells as the whole one has them. Raises OSError and ValueError."""
-    ledger = json.loads(path.read_text())
-    if "cells" in ledger:
-        return ledger
-    cells = [dict(zip((*_OF_A_CELL, "said"), fault, strict=True)) for fault in ledger["faults"]]
-    for group, releases in ledger["right"].items():
-        strategy, mode, *of_torch = group.split(", ")
-        for release in releases.split():
-            deepspeed = "" if of_torch else release
-            torch = release if of_torch else ""
-            cells.append(dict(zip(_OF_A_CELL, (deepspeed, strategy, mode, RIGHT, torch), strict=True)))
-    return {**ledger, "cells": cells}
+    """The modes in which launchers train, and their cells. Raises OSError and ValueError."""
+    verdicts = read_verdicts(path)
+    modes = [msgspec.structs.asdict(mode) | {"config": {}} for mode in verdicts.modes if mode.launchers]
+    names = {mode["name"] for mode in modes}
+    return {"modes": modes, "cells": [cell for cell in _cells(verdicts) if cell["mode"] in names]}
+
+
+def _cells(verdicts: ReleaseVerdicts) -> Iterator[dict[str, Any]]:
+    """A cell for each release, strategy and mode; ``release`` is DeepSpeed's, and empty if PyTorch alone was tried."""
+    by_library = {(each.software, each.torch): each.releases for each in verdicts.measured}
+    for measured in verdicts.measured:
+        for strategy, by_mode in measured.right.items():
+            for mode, spans in by_mode.items():
+                right = {"strategy": strategy, "mode": mode, "verdict": RIGHT, "said": ""}
+                for release in releases_in(spans, measured.releases):
+                    yield _versions(measured, release) | right
+    for fault in verdicts.faults:
+        wrong = {"strategy": fault.strategy, "verdict": fault.verdict, "said": fault_in_words(fault)}
+        for release in releases_in(fault.releases, by_library[fault.software, fault.torch]):
+            for mode in fault.modes:
+                yield _versions(fault, release) | wrong | {"mode": mode}
+
+
+def _versions(of: MeasuredReleases | ReleaseFault, release: str) -> dict[str, str]:
+    if of.software == "torch":
+        return {"release": "", "torch": release}
+    return {"release": release, "torch": of.torch}
+
+
+def fault_in_words(fault: ReleaseFault) -> str:
+    if fault.verdict != WRONG:
+        with_torch = f" with torch {fault.torch}" if fault.torch else ""
+        return f"{fault.verdict} there{with_torch}: {fault.sentence}"
+    other = "one process's" if fault.strategy == "ddp" else "DDP's"
+    size = size_in_words(fault.off_by)
+    found = f"its {fault.quantity} differs from {other} from iteration {fault.iteration} on: {size}"
+    return f"{found} (docs/generated/ledger.md)"
 
 
 def look_up(
@@ -108,7 +211,7 @@ def look_up(
     micro_batches: int,
     offload: bool = False,
     resumes: bool = False,
-    path: Path = OF_LAUNCHERS,
+    path: Path = VERDICTS,
 ) -> LedgerAnswer:
     """The worst verdict of the modes that a run of a launcher is in.
 
@@ -120,7 +223,7 @@ def look_up(
     """
     try:
         ledger = _read(path)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         return LedgerAnswer(UNKNOWN, f"the ledger cannot be read: {error}")
     try:
         version = version_of(release)
@@ -169,7 +272,7 @@ def look_up(
 
 
 def look_up_torch(
-    release: str, strategy: str, *, precision: str, resumes: bool = False, path: Path = OF_LAUNCHERS
+    release: str, strategy: str, *, precision: str, resumes: bool = False, path: Path = VERDICTS
 ) -> LedgerAnswer:
     """The worst verdict on a strategy that needs no DeepSpeed under this release of PyTorch.
 
@@ -200,7 +303,7 @@ def _worst(cells: Sequence[Mapping[str, Any]]) -> LedgerAnswer:
     if not faults:
         return LedgerAnswer(RIGHT)
     worst = max(faults, key=lambda cell: cell["verdict"] == WRONG)
-    return LedgerAnswer(worst["verdict"], _describe(worst))
+    return LedgerAnswer(worst["verdict"], worst["said"])
 
 
 def _between(cells: Sequence[Mapping[str, Any]], version: tuple[int, ...], release: str) -> LedgerAnswer:
@@ -213,14 +316,3 @@ def _between(cells: Sequence[Mapping[str, Any]], version: tuple[int, ...], relea
     if older and newer and WRONG in verdicts[older] and WRONG in verdicts[newer]:
         return LedgerAnswer(WRONG, f"the nearest releases in the ledger, {older} and {newer}, train it wrong")
     return LedgerAnswer(UNKNOWN, f"the ledger does not cover DeepSpeed {release}")
-
-
-def _describe(cell: Mapping[str, Any]) -> str:
-    if "said" in cell:
-        return str(cell["said"])
-    if cell["verdict"] != WRONG:
-        return f"{cell['verdict']} there with torch {cell['torch']}: {cell['sentence']}"
-    size = f"by up to {cell['times']:,.0f} times the bound" if cell["times"] else "by something that is not a number"
-    other = "one process's" if cell["strategy"] == "ddp" else "DDP's"
-    found = f"its {cell['quantity']} differs from {other} from iteration {cell['iteration']} on, {size}"
-    return f"{found} (docs/generated/ledger.md)"

@@ -27,6 +27,7 @@ def test_writing_all_pages_again_changes_nothing(tmp_path: Path):
         "ledger.md",
         "ledger.svg",
         "published.md",
+        "releases.schema.json",
         "settings.md",
         "support.md",
     ]

@@ -4,14 +4,16 @@ from dataclasses import dataclass
 
 from packaging.version import Version
 
+from t5bench.tools.ledger.judge import DOES_NOT_RUN, WRONG
 from t5bench.tools.ledger.modes import DEEPSPEED_PIPELINE, PIPELINE_STAGE_0, STAGE_0, Mode
 
 ISSUES = "https://github.com/deepspeedai/DeepSpeed/issues"  # leads to pull requests too
+PYTORCH_ISSUES = "https://github.com/pytorch/pytorch/issues"
 
 
 @dataclass(frozen=True)
 class Change:
-    """A change upstream. pulls: the numbers of its pull requests. strategies: whose numbers it changed."""
+    """A change upstream. pulls: the numbers of its issues and pull requests. strategies: whose numbers it changed."""
 
     pulls: tuple[int, ...]
     what: str
@@ -23,12 +25,14 @@ class Change:
     clipping: bool | None = None
     fp32_accumulation: bool | None = None
     several_micro_batches: bool = False  # it shows with more than one only
+    verdict: str = WRONG  # of the cells that it explains
+    issues: str = ISSUES  # where the numbers lead
 
-    def concerns(self, release: str, strategy: str, mode: Mode) -> bool:
-        """Whether it says why a cell is wrong."""
+    def concerns(self, release: str, strategy: str, mode: Mode, verdict: str = WRONG) -> bool:
+        """Whether it says why a cell is not right."""
         is_later = self.first_right and Version(release) >= Version(self.first_right)
         is_earlier = self.first_wrong and Version(release) < Version(self.first_wrong)
-        if is_later or is_earlier or strategy not in self.strategies:
+        if is_later or is_earlier or strategy not in self.strategies or verdict != self.verdict:
             return False
         if self.precision not in ("", mode.precision) or (self.several_micro_batches and mode.micro_batches < 2):
             return False
@@ -42,8 +46,13 @@ class Change:
         )
 
     @property
-    def links(self) -> str:
-        return ", ".join(f"[#{pull}]({ISSUES}/{pull})" for pull in self.pulls)
+    def names(self) -> list[str]:
+        """As releases.json names them: deepspeed#7718."""
+        library = "torch" if self.issues == PYTORCH_ISSUES else "deepspeed"
+        return [f"{library}#{pull}" for pull in self.pulls]
+
+    def address(self, name: str) -> str:
+        return f"{self.issues}/{name.partition('#')[2]}"
 
 
 SHARDED = ("zero1", "zero2", "zero3", "zero3_offload")
@@ -75,5 +84,13 @@ CHANGES = (
     ),
     Change(
         (8158,), "a padded fetch overlaps the memory next to it", ("zero3", "zero3_offload"), first_right="0.19.4",
+    ),
+    Change(
+        (7568, 7580), "an overflow in one process's partition is not told to the others", ("zero1",),
+        first_wrong="0.17.1", first_right="0.18.0", precision="fp16", verdict=DOES_NOT_RUN,
+    ),
+    Change(
+        (162338,), "gloo adds gradients up where FSDP2 asks for their mean", ("fsdp2",),
+        first_wrong="2.8.0", first_right="2.9.0", issues=PYTORCH_ISSUES,
     ),
 )  # fmt: skip

@@ -25,11 +25,11 @@ from t5bench import REPOSITORY, Problem, note, raise_on_signals
 from t5bench.compare.traces import first_difference
 from t5bench.plan.launchers import accepted, declared
 from t5bench.plan.ports import free_port
-from t5bench.record.ledger import DATA, write_shortened
+from t5bench.record.ledger import DATA, size_in_words
 from t5bench.record.log import iterations
 from t5bench.record.plan import Plan
 from t5bench.sweep.launch import Launch, PlannedRun
-from t5bench.tools.ledger import environments, judge, overflow, pipeline, tables
+from t5bench.tools.ledger import environments, judge, tables, verdicts
 from t5bench.tools.ledger.judge import Curves
 from t5bench.tools.ledger.modes import (
     BASELINE,
@@ -59,6 +59,9 @@ from t5bench.tools.ledger.modes import (
 # A cell takes seconds; importing DeepSpeed too, but a busy machine may be twenty times slower.
 LIMIT_SECONDS = 180
 PATIENCE_SECONDS = 15
+# They import torch, which the command does not.
+PIPELINE_PROGRAM = Path(__file__).with_name("pipeline.py")
+OVERFLOW_PROGRAM = Path(__file__).with_name("overflow.py")
 # Code that decides what a cell trains: cells of other code are trained again.
 CODE = (
     "native/*.py",
@@ -101,6 +104,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--strategies", default=",".join(STRATEGIES), metavar="LIST", help=strategies)
     modes_help = f"separated by commas (default: all, {listed(mode.name for mode in MODES)})"
     parser.add_argument("--modes", default=modes, metavar="LIST", help=modes_help)
+    answers = parser.add_mutually_exclusive_group()
+    mine = "what the ledger knows of the installed releases; trains nothing; exit status 1: launchers meet a fault"
+    answers.add_argument("--mine", action="store_true", help=mine)
+    asked = "the same for a release of DeepSpeed, or torch==RELEASE"
+    answers.add_argument("--answer", metavar="RELEASE", help=asked)
     parser.add_argument("--torch", help="releases, each in an environment of its own (default: the running torch)")
     parser.add_argument("--limit", type=float, default=LIMIT_SECONDS, help="a longer cell hangs (%(default)s s)")
     locate = "train a wrong cell once more with a trace, and say where it first differs"
@@ -148,8 +156,8 @@ def processes_of(strategy: str, mode: Mode) -> int:
 def program_of(strategy: str, mode: Mode) -> str:
     """The small program that trains a cell; "" if the native engine does."""
     if strategy in PIPELINES:
-        return pipeline.__file__
-    return overflow.__file__ if mode.precision == "fp16" else ""
+        return str(PIPELINE_PROGRAM)
+    return str(OVERFLOW_PROGRAM) if mode.precision == "fp16" else ""
 
 
 def read_plans(output: Path, data: Path) -> dict[str, Plan]:
@@ -398,9 +406,9 @@ def wanted_cells(strategies: Iterable[str], modes: Iterable[str]) -> Iterator[tu
 
 def describe(cell: Cell) -> str:
     if cell.verdict == judge.WRONG:
-        times = f"{cell.times:,.0f} times the bound" if cell.times else "not a number"
         where = f"; {cell.where}" if cell.where else ""
-        return f"wrong from iteration {cell.iteration} on: {cell.quantity}, {times}{where}"
+        size = size_in_words(tables.off_by(asdict(cell)))
+        return f"wrong from iteration {cell.iteration} on: {cell.quantity} {size}{where}"
     return f"{cell.verdict}: {cell.sentence}" if cell.sentence else cell.verdict
 
 
@@ -496,8 +504,19 @@ def measure_column(
         worker.end()
 
 
+def answer(args: argparse.Namespace) -> int:
+    """What the ledger says of the installed releases, or of a named one. Raises Problem."""
+    releases = verdicts.installed() if args.mine else verdicts.named(args.answer)
+    chosen_strategies = chosen(args.strategies, STRATEGIES, "strategy")
+    said, is_wrong = verdicts.answer(releases, chosen_strategies)
+    print(said)
+    return int(is_wrong)
+
+
 def run(args: argparse.Namespace) -> int:
     """Raises Problem."""
+    if args.mine or args.answer:
+        return answer(args)
     raise_on_signals()
     wanted = columns(args)
     kept = read_page(args.page) if args.page else {}
@@ -520,7 +539,8 @@ def run(args: argparse.Namespace) -> int:
     cells = list((kept | measured).values())
     tables.write(page, cells)
     if page.resolve() == DATA.parent:
-        write_shortened(json.loads(DATA.read_text()))
+        verdicts.write(cells)
+        verdicts.write_schema(page)
     note(f"the table: {page / 'ledger.md'}; also as .html, .svg and .json")
     print(tables.summary(cells))
     return 1 if failed else 0

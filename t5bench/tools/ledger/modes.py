@@ -18,6 +18,7 @@ DEEPSPEED_PIPELINE = "deepspeed-pipeline"
 # DeepSpeed without sharding, and its pipeline without sharding, which no launcher has.
 STAGE_0 = "stage 0"
 PIPELINE_STAGE_0 = "deepspeed-pipeline stage 0"
+OF_NO_LAUNCHER = (STAGE_0, PIPELINE_STAGE_0)
 PIPELINES = {DEEPSPEED_PIPELINE: 1, PIPELINE_STAGE_0: 0}  # with their ZeRO stages
 OVERFLOWING = {"zero1": 1, "zero2": 2, "zero3": 3}  # what overflow.py trains, with its ZeRO stage
 ZERO_STRATEGIES = ("zero1", "zero2", "zero3", "zero3_offload")

@@ -2,23 +2,25 @@
 
 import html
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import msgspec
 from packaging.version import Version
 from tabulate import tabulate
 
 from t5bench.compare.parity import TOLERANCE
-from t5bench.record.ledger import is_of_launchers
-from t5bench.tools.ledger.changes import CHANGES, ISSUES, Change
+from t5bench.record.ledger import ReleaseFault, is_of_launchers, releases_in, size_in_words, spans_of
+from t5bench.tools.ledger.changes import CHANGES, Change
 from t5bench.tools.ledger.judge import DOES_NOT_RUN, HANGS, RIGHT, WRONG
 from t5bench.tools.ledger.modes import (
     DEEPSPEED_PIPELINE,
     DEEPSPEED_STRATEGIES,
     ITERATIONS,
     MODES,
+    OF_NO_LAUNCHER,
     PIPELINE_PROCESSES,
     PIPELINE_STAGE_0,
     PROCESSES,
@@ -36,36 +38,50 @@ NAMES = {
     PIPELINE_STAGE_0: "DeepSpeed's pipeline, stage 0", "ddp": "DDP", "tensor": "Tensor", "pipeline": "Pipeline",
     "hybrid": "Hybrid", "fsdp2": "FSDP2",
 }  # fmt: skip
-INTRODUCTION = f"""# Which release of DeepSpeed trains which strategy correctly
+INTRODUCTION = """# Which release of DeepSpeed trains which strategy correctly
 
-Several releases of DeepSpeed train another model than they were asked to, without an error. `python -m t5bench ledger`
-finds them. It installs each release in a folder of its own, trains a tiny T5 with the native engine under each strategy
-in the modes below, and compares loss and gradient norm of every iteration with DDP's, which needs no DeepSpeed. The
-bounds are those of [the parity check](../parity.md). DeepSpeed's own pipeline engine, which the native engine does not
-use, trains four layers instead; its loss is compared with plain PyTorch's. In fp16, which the native engine does not
-have, ZeRO trains two vectors whose losses are known. ZeRO's optimizer is PyTorch's AdamW, for the pipeline and the
-vectors plain SGD: DeepSpeed's own, which must be compiled (cpu_adam, fused_adam), are not tried.
+Several releases of DeepSpeed, and one of PyTorch, train another model than they were asked to, without an error.
+Ask about your own:
 
-The strategies that need no DeepSpeed are trained under each release of PyTorch, and compared with DDP; DDP is compared
-with one process.
+```
+python -m t5bench ledger --mine              # the installed releases
+python -m t5bench ledger --answer 0.18.2     # a release of DeepSpeed; torch==2.8.0 asks about PyTorch
+```
+
+[ledger.html](ledger.html) answers the same for a release and a strategy that you choose. Other programs read
+[releases.json](../../t5bench/record/releases.json), whose fields [its schema](releases.schema.json) describes.
+The launchers refuse a run whose strategy was wrong in the installed release, in a mode in which they train.
+
+![Which release trains which strategy correctly](ledger.svg)
+"""
+
+WHOLE = f"""## How it is measured
+
+`python -m t5bench ledger` installs each release in a folder of its own, trains a tiny T5 with the native engine under
+each strategy in the modes above, and compares loss and gradient norm of every iteration with DDP's, which needs no
+DeepSpeed. The bounds are those of [the parity check](../parity.md). DeepSpeed's own pipeline engine, which the native
+engine does not use, trains four layers instead; its loss is compared with plain PyTorch's. In fp16, which the native
+engine does not have, ZeRO trains two vectors whose losses are known. ZeRO's optimizer is PyTorch's AdamW, for the
+pipeline and the vectors plain SGD: DeepSpeed's own, which must be compiled (cpu_adam, fused_adam), are not tried. The
+strategies that need no DeepSpeed are trained under each release of PyTorch and compared with DDP, and DDP with one
+process.
 
 All cells were measured on a CPU over gloo, for {ITERATIONS} iterations, with {PROCESSES} processes unless the mode says
 otherwise, hybrid and DeepSpeed's pipeline with {PIPELINE_PROCESSES}. That shows what a release computes, but not
-whether its CUDA kernels work. `right` means: within the bound in this mode. Releases and modes that are not in the
-table were not measured: of a run in bf16 or fp16 that only fp32 cells speak for, a launcher's record says `not measured
-in bf16; right in fp32`.
+whether its CUDA kernels work. Releases and modes that are not on this page were not tried: of a run in bf16 or fp16
+that only fp32 cells speak for, a launcher's record says `not measured in bf16; right in fp32`.
+[ledger.json](ledger.json) has every cell.
 
 ```
 python -m t5bench ledger                                              # all releases, all modes
 python -m t5bench ledger --releases 0.18.2,0.19.8 --strategies zero2
 python -m t5bench ledger --torch 2.8.0,2.15.0 --strategies ddp,tensor,pipeline,hybrid,fsdp2
 python -m t5bench ledger --releases 0.18.2 --locate                   # a wrong cell: in which step and module
-python -m t5bench ledger --page docs/generated                        # writes this page
+python -m t5bench ledger --releases 0.20.0 --page docs/generated      # adds a new release to this page
 ```
 
 The command needs uv. It installs nothing into your environment, keeps its own in `~/.cache/t5-parallelism/ledger`, and
-continues after an interruption. Cells of a page that are not measured again stay on it. The launchers refuse a run
-whose strategy this page found wrong in its release, in a mode in which they train.
+continues after an interruption. Cells of a page that are not measured again stay on it.
 """
 
 ISOLATED = """## Shown without this project
@@ -97,12 +113,23 @@ def releases_of(cells: Sequence[Cell]) -> list[str]:
     return sorted({cell["release"] for cell in cells}, key=Version)
 
 
+def off_by(cell: Cell) -> float | None:
+    """The largest relative difference of a wrong cell's quantity from its reference; None: it is not a number."""
+    if not cell["times"]:
+        return None
+    precision = "bf16" if MODE[cell["mode"]].precision == "bf16" else "fp32"
+    allowed = TOLERANCE[precision]
+    bound = allowed.norm if cell["quantity"] == "gradient norm" else allowed.loss
+    return float(f"{cell['times'] * bound:.2g}")
+
+
 def short(cell: Cell | None) -> str:
     """A cell in a few characters."""
     if cell is None:
         return "-"
     if cell["verdict"] == WRONG:
-        return f"WRONG {cell['times']:.0e}" if cell["times"] else "WRONG nan"
+        quantity = cell["quantity"].removeprefix("gradient ")
+        return f"WRONG: {quantity} {size_in_words(off_by(cell))}"
     return cell["verdict"]
 
 
@@ -110,8 +137,7 @@ def sentence(cell: Cell) -> str:
     """What is known of a cell that is not right."""
     if cell["verdict"] != WRONG:
         return cell["sentence"]
-    size = f"up to {cell['times']:,.0f} times the bound" if cell["times"] else "not a number"
-    return f"from iteration {cell['iteration']} on the {cell['quantity']} differs, {size}"
+    return f"from iteration {cell['iteration']} on the {cell['quantity']} is {size_in_words(off_by(cell))}"
 
 
 def place(cell: Cell) -> str:
@@ -148,11 +174,27 @@ def of_torch(cells: Sequence[Cell]) -> list[Cell]:
     return [cell | {"release": cell["torch"].partition("+")[0]} for cell in cells if not cell["release"]]
 
 
-def sections(cells: Sequence[Cell]) -> list[tuple[str, list[Cell]]]:
-    """The tables: their titles and cells."""
-    made = [(f"Native engine, torch {torch}", own) for torch, own in groups(cells)]
+@dataclass(frozen=True)
+class Section:
+    """The cells of the releases of one library."""
+
+    software: Literal["deepspeed", "torch"]
+    torch: str
+    """PyTorch's release beside DeepSpeed's; "" where it is the library itself."""
+    title: str
+    cells: Sequence[Cell]
+
+    @property
+    def library(self) -> str:
+        return "DeepSpeed" if self.software == "deepspeed" else "PyTorch"
+
+
+def sections(cells: Sequence[Cell]) -> list[Section]:
+    made = []
+    for torch, own in groups(cells):
+        made.append(Section("deepspeed", torch.partition("+")[0], f"DeepSpeed, with torch {torch}", own))
     alone = of_torch(cells)
-    return [*made, ("Releases of PyTorch, native engine", alone)] if alone else made
+    return [*made, Section("torch", "", "PyTorch", alone)] if alone else made
 
 
 @dataclass(frozen=True)
@@ -174,29 +216,17 @@ class Fault:
     @property
     def changes(self) -> list[Change]:
         """Those upstream that explain it in all of its releases."""
-        if self.verdict != WRONG:
-            return []
-        return [
-            change
-            for change in CHANGES
-            if all(change.concerns(release, self.strategy, self.mode) for release in self.releases)
-        ]
+        found = []
+        for change in CHANGES:
+            if all(change.concerns(release, self.strategy, self.mode, self.verdict) for release in self.releases):
+                found.append(change)
+        return found
 
     @property
-    def places(self) -> str:
-        """Where those that were located first differ."""
-        located: dict[str, list[str]] = {}
-        for cell in self.cells:
-            if place(cell):
-                located.setdefault(place(cell), []).append(cell["release"])
-        if list(located.values()) == [self.releases]:
-            return "; ".join(located)
-        return "; ".join(f"{name} ({', '.join(releases)})" for name, releases in located.items())
-
-    @property
-    def words(self) -> list[str]:
-        releases = ", ".join(self.releases)
-        return [NAMES[self.strategy], self.mode.name, self.verdict, releases, with_place(self.said, self.places)]
+    def located(self) -> str:
+        """The places alone, of those that were found."""
+        found = dict.fromkeys(place(cell) for cell in self.cells if place(cell).startswith("first in "))
+        return "; ".join(name.removeprefix("first in ") for name in found)
 
 
 def faults(cells: Sequence[Cell]) -> list[Fault]:
@@ -214,32 +244,102 @@ def faults(cells: Sequence[Cell]) -> list[Fault]:
     return merged
 
 
-def upstream(fault: Fault) -> str:
-    if fault.verdict == WRONG and not fault.changes:
-        return "no change upstream that we know of"
-    return "; ".join(f"{change.links}: {change.what}" for change in fault.changes)
+def mended_in(fault: Fault, cells: Sequence[Cell]) -> str:
+    """The first later release of the cells that is right in the same way of training; "" if none is."""
+    last = Version(fault.releases[-1])
+    for cell in sorted(cells, key=lambda cell: Version(cell["release"])):
+        is_same = (cell["strategy"], cell["mode"]) == (fault.strategy, fault.mode.name)
+        if is_same and cell["verdict"] == RIGHT and Version(cell["release"]) > last:
+            return str(cell["release"])
+    return ""
+
+
+def release_faults(section: Section) -> list[ReleaseFault]:
+    """The faults of a section; the same in several modes is one."""
+    releases = releases_of(section.cells)
+    found: dict[bytes, ReleaseFault] = {}
+    for fault in faults(section.cells):
+        first = fault.cells[0]
+        made = ReleaseFault(
+            software=section.software,
+            torch=section.torch,
+            releases=spans_of(fault.releases, releases),
+            strategy=fault.strategy,
+            modes=[],
+            verdict=fault.verdict,
+            iteration=first["iteration"],
+            quantity=first["quantity"],
+            off_by=off_by(first),
+            sentence=first["sentence"].partition(". ")[0],
+            where=fault.located,
+            upstream=[name for change in fault.changes for name in change.names],
+            mended_in=mended_in(fault, section.cells),
+        )
+        found.setdefault(msgspec.json.encode(made), made).modes.append(fault.mode.name)
+    return list(found.values())
+
+
+NO_REPORT = "no report that we know of"
+FAULT_HEADER = ("strategy", "modes", "releases", "what happens", "right again in", "upstream")
+
+
+def what_happens(fault: ReleaseFault) -> str:
+    if fault.verdict != WRONG:
+        return f"{fault.verdict}: {fault.sentence}"
+    said = f"{fault.quantity} {size_in_words(fault.off_by)} from iteration {fault.iteration} on"
+    return f"{said}; first in {fault.where}" if fault.where else said
+
+
+def fault_words(fault: ReleaseFault) -> list[str]:
+    """A fault's columns but the last, which has links."""
+    modes = ", ".join(fault.modes)
+    mended = fault.mended_in or "no later release"
+    return [NAMES[fault.strategy], modes, fault.releases, what_happens(fault), mended]
+
+
+def explained(fault: ReleaseFault) -> Iterator[tuple[str, str, str]]:
+    """Number, address and meaning of each issue and pull request upstream."""
+    for change in CHANGES:
+        for name in change.names:
+            if name in fault.upstream:
+                yield f"#{name.partition('#')[2]}", change.address(name), change.what
+
+
+def upstream(fault: ReleaseFault) -> str:
+    return "; ".join(f"[{number}]({address}): {what}" for number, address, what in explained(fault)) or NO_REPORT
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Markdown, without blanks that only align what nobody reads as text."""
+    lines = ["| " + " | ".join(row) + " |" for row in (header, *rows)]
+    lines.insert(1, "|" + "---|" * len(header))
+    return "\n".join(lines) + "\n"
 
 
 def markdown(cells: Sequence[Cell]) -> str:
-    parts = [INTRODUCTION, "## The modes\n"]
+    parts = [INTRODUCTION, "## What is not right\n"]
+    for section in sections(cells):
+        parts.append(f"### {section.title}\n")
+        rows = [[*fault_words(fault), upstream(fault)] for fault in release_faults(section)]
+        parts.append(table(FAULT_HEADER, rows) if rows else "Everything that was tried is right.\n")
+    parts.append("## What was tried\n")
     measured = [[cell["mode"] for cell in cells].count(mode.name) for mode in MODES]
-    rows = [(mode.name, mode.meaning, count) for mode, count in zip(MODES, measured, strict=True)]
-    parts.append(tabulate(rows, ["mode", "meaning", "cells measured"], tablefmt="github") + "\n")
+    rows = [(mode.name, mode.meaning, str(count)) for mode, count in zip(MODES, measured, strict=True)]
+    parts.append(table(["mode", "meaning", "cells measured"], rows))
     bounds = "; ".join(f"{precision}: {bound}" for precision, bound in TOLERANCE.items())
-    parts.append(
-        f"`WRONG 7e+04` means that loss or norm differs by up to 7e+04 times the bound ({bounds}, relative).\n"
-    )
-    for title, own in sections(cells):
-        python = ", ".join(sorted({cell["python"] for cell in own}))
-        parts.append(f"## {title}, Python {python}\n")
-        header = ["strategy", "mode", *releases_of(own)]
-        rows = [[NAMES[strategy], mode.name, *map(short, row)] for strategy, mode, row in matrix(own)]
-        parts.append(tabulate(rows, header, tablefmt="github", disable_numparse=True) + "\n")
-        parts.append("What is not right, and the change upstream that broke or mended it:\n")
-        lines = [[*fault.words, upstream(fault)] for fault in faults(own)]
-        header = ["strategy", "mode", "verdict", "releases", "measured", "upstream"]
-        parts.append(tabulate(lines, header, tablefmt="github", disable_numparse=True) + "\n")
-    return "\n".join([*parts, ISOLATED])
+    within = f"within the bound ({bounds}, relative)"
+    parts.append(f"A cell is right if loss and gradient norm of every iteration are {within}.\n")
+    for section in sections(cells):
+        releases = releases_of(section.cells)
+        python = ", ".join(sorted({cell["python"] for cell in section.cells}))
+        rows = []
+        for strategy, mode, row in matrix(section.cells):
+            right = [cell["release"] for cell in row if cell and cell["verdict"] == RIGHT]
+            tried = [cell["release"] for cell in row if cell]
+            rows.append([NAMES[strategy], mode.name, spans_of(tried, releases), spans_of(right, releases) or "none"])
+        parts.append(f"### {section.title}, Python {python}\n")
+        parts.append(table(["strategy", "mode", "tried in", "right in"], rows))
+    return "\n".join([*parts, WHOLE, ISOLATED])
 
 
 STYLE = """
@@ -250,8 +350,66 @@ td.right { background: #dff2df }
 td.wrong { background: #f7c6c5; font-weight: 600 }
 td.does-not-run, td.hangs { background: #fbe8c3 }
 .wide { overflow-x: auto }
+.wide svg { max-width: 100%; height: auto }
+select { font: inherit; margin-right: 1rem }
+#answer { border-left: .3rem solid #999; padding: .1rem 1rem; margin: 1rem 0 }
+#answer.right { border-color: #2e9f5b }
+#answer.wrong { border-color: #c8382f }
 """
 TITLE = "Which release of DeepSpeed trains which strategy correctly"
+SCRIPT = """
+const right = JSON.parse(document.getElementById("right").textContent);
+const release = document.getElementById("release");
+const strategy = document.getElementById("strategy");
+const rows = [...document.querySelectorAll("tr[data-releases]")];
+
+function option(select, name) {
+  const made = document.createElement("option");
+  made.value = made.textContent = name;
+  select.append(made);
+}
+
+function strategies() {
+  const before = strategy.value;
+  strategy.replaceChildren();
+  ["all strategies", ...Object.keys(right[release.value])].forEach(name => option(strategy, name));
+  if ([...strategy.options].some(each => each.value === before)) strategy.value = before;
+}
+
+function answer() {
+  const chosen = strategy.value;
+  let shown = 0;
+  for (const row of rows) {
+    const fits = JSON.parse(row.dataset.releases).includes(release.value)
+      && (chosen === "all strategies" || row.dataset.strategy === chosen);
+    row.hidden = !fits;
+    shown += fits;
+  }
+  const lines = Object.entries(right[release.value])
+    .filter(([name]) => chosen === "all strategies" || name === chosen)
+    .map(([name, modes]) => `${name}: right in ${modes || "no mode that was tried"}`);
+  const box = document.getElementById("answer");
+  box.className = shown ? "wrong" : "right";
+  box.replaceChildren(...[shown ? `${shown} of what was tried is not right:` : "Everything that was tried is right.",
+    ...lines].map(line => Object.assign(document.createElement("p"), { textContent: line })));
+  document.getElementById("faults").hidden = !shown;
+}
+
+Object.keys(right).forEach(name => option(release, name));
+function choose() {  // #DeepSpeed 0.18.2/ZeRO-2 in the address is a link to an answer
+  const [wanted, ofWhich] = decodeURIComponent(location.hash.slice(1)).split("/");
+  if (wanted in right) release.value = wanted;
+  strategies();
+  if (ofWhich in right[release.value]) strategy.value = ofWhich;
+  answer();
+}
+
+release.onchange = () => { strategies(); answer(); };
+strategy.onchange = answer;
+window.onhashchange = choose;
+choose();
+document.getElementById("ask").hidden = false;
+"""
 
 
 def html_table(header: Sequence[str], rows: Sequence[str]) -> str:
@@ -269,25 +427,51 @@ def html_row(strategy: str, mode: Mode, row: Sequence[Cell | None]) -> str:
     return f"<tr>{''.join(columns)}</tr>"
 
 
-def html_fault(fault: Fault) -> str:
-    links = [f"<a href='{ISSUES}/{pull}'>#{pull}</a>" for change in fault.changes for pull in change.pulls]
-    columns = "".join(f"<td>{html.escape(word)}</td>" for word in fault.words)
-    return f"<tr>{columns}<td>{', '.join(links)}</td></tr>"
+def html_fault(fault: ReleaseFault, section: Section) -> str:
+    columns = "".join(f"<td>{html.escape(word)}</td>" for word in fault_words(fault))
+    links = [f"<a href='{address}'>{number}</a>: {html.escape(what)}" for number, address, what in explained(fault)]
+    named = releases_in(fault.releases, releases_of(section.cells))
+    releases = html.escape(json.dumps([f"{section.library} {release}" for release in named]), quote=True)
+    data = f"data-releases='{releases}' data-strategy='{html.escape(NAMES[fault.strategy], quote=True)}'"
+    return f"<tr {data}>{columns}<td>{'; '.join(links) or NO_REPORT}</td></tr>"
+
+
+def right_modes(cells: Sequence[Cell], library: str) -> dict[str, dict[str, str]]:
+    """By release, the newest first, and strategy: the modes in which it is right."""
+    found: dict[str, dict[str, str]] = {}
+    for release in reversed(releases_of(cells)):
+        modes: dict[str, list[str]] = {}
+        for strategy, mode, row in matrix(cells):
+            for cell in row:
+                if cell and cell["release"] == release:
+                    own = modes.setdefault(NAMES[strategy], [])
+                    own += [mode.name] if cell["verdict"] == RIGHT else []
+        found[f"{library} {release}"] = {strategy: ", ".join(names) for strategy, names in modes.items()}
+    return found
 
 
 def page(cells: Sequence[Cell]) -> str:
-    """One self-contained HTML page."""
-    parts = []
-    for title, own in sections(cells):
-        parts.append(f"<h2>{html.escape(title)}, on a CPU</h2>")
-        rows = [html_row(*row) for row in matrix(own)]
-        parts.append(html_table(["strategy", "mode", *releases_of(own)], rows))
-        rows = [html_fault(fault) for fault in faults(own)]
-        parts.append(html_table(["strategy", "mode", "verdict", "releases", "measured", "upstream"], rows))
+    """One self-contained HTML page; without scripts it shows all faults."""
+    tables = []
+    lines = []
+    right: dict[str, dict[str, str]] = {}
+    for section in sections(cells):
+        own = section.cells
+        right |= right_modes(own, section.library)
+        lines += [html_fault(fault, section) for fault in release_faults(section)]
+        tables.append(f"<h2>{html.escape(section.title)}, on a CPU</h2>")
+        tables.append(html_table(["strategy", "mode", *releases_of(own)], [html_row(*row) for row in matrix(own)]))
+    drawn = picture(cells) if groups(cells) else ""
+    data = json.dumps(right).replace("<", "\\u003c")
     return (
-        f"<!doctype html>\n<html lang='en'><head><meta charset='utf-8'><title>{TITLE}</title><style>{STYLE}</style>"
-        f"</head>\n<body><h1>{TITLE}</h1><p>Each cell was trained on a CPU and compared with DDP, within the bounds of"
-        f" the parity check. Point at a cell to read what was measured.</p>\n{''.join(parts)}</body></html>\n"
+        f"<!doctype html>\n<html lang='en'><head><meta charset='utf-8'>"
+        f"<meta name='viewport' content='width=device-width'><title>{TITLE}</title><style>{STYLE}</style></head>\n"
+        f"<body><h1>{TITLE}</h1>\n<div id='ask' hidden><label>I have <select id='release'></select></label>"
+        f"<label>and train <select id='strategy'></select></label><div id='answer'></div></div>\n"
+        f"<div id='faults'>{html_table(FAULT_HEADER, lines)}</div>\n<div class='wide'>{drawn}</div>\n"
+        f"<p>Each cell was trained on a CPU and compared with DDP, within the bounds of the parity check. Point at a"
+        f" cell to read what was measured.</p>\n{''.join(tables)}\n"
+        f"<script type='application/json' id='right'>{data}</script><script>{SCRIPT}</script></body></html>\n"
     )
 
 
@@ -311,9 +495,7 @@ def picture(cells: Sequence[Cell]) -> str:
     torch, newest = max(groups(cells), key=lambda group: Version(group[0]))
     releases = releases_of(newest)
     in_launchers = {mode.name for mode in MODES if is_of_launchers(asdict(mode))}
-    met = [
-        cell for cell in newest if cell["mode"] in in_launchers and cell["strategy"] not in (STAGE_0, PIPELINE_STAGE_0)
-    ]
+    met = [cell for cell in newest if cell["mode"] in in_launchers and cell["strategy"] not in OF_NO_LAUNCHER]
     strategies = [strategy for strategy in DEEPSPEED_STRATEGIES if any(cell["strategy"] == strategy for cell in met)]
     width = LABEL_WIDTH + COLUMN * len(releases)
     height = ROW * (len(strategies) + 2)
