@@ -25,7 +25,7 @@ from pathlib import Path
 from t5bench import EXIT_CONFIGURATION, Problem, note
 from t5bench.plan import node_checks, run_lock
 from t5bench.plan.engine import offload_device
-from t5bench.plan.interpreter import needs_link, path_of_programs, plain_caches, plain_link, torch_elsewhere
+from t5bench.plan.interpreter import is_plain, needs_link, path_of_programs, plain_caches, plain_link, torch_elsewhere
 from t5bench.plan.launchers import declaration
 from t5bench.plan.planner import plan
 from t5bench.plan.scripts import SCRIPTS, script_defaults, script_values
@@ -123,10 +123,23 @@ def what_is_compiled(planned: Plan) -> str:
     return "DeepSpeed's cpu_adam" if offloads else ""
 
 
+def with_plain_engine(planned: Plan) -> Plan:
+    """The plan with an engine whose path compilers can read, where it compiles kernels: ninja expands a $ in it.
+
+    Raises OSError.
+    """
+    if planned.engine != "megatron" or planned.device != "cuda" or is_plain(planned.engine_directory):
+        return planned
+    link = str(plain_link(planned.engine_directory, name="engine"))
+    program = [word.replace(planned.engine_directory, link) for word in planned.program]
+    return replace(planned, program=program)
+
+
 def with_plain_paths(planned: Plan) -> Plan:
     """The plan with paths that compilers can read: PyTorch and DeepSpeed quote none of theirs."""
     try:
         planned = replace(planned, environment={**planned.environment, **plain_caches(os.environ)})
+        planned = with_plain_engine(planned)
         can_be_linked = Path(planned.python).is_relative_to(sys.prefix)
         if what_is_compiled(planned) and (place := torch_elsewhere(can_be_linked=can_be_linked)):
             found = (

@@ -113,7 +113,8 @@ def main() -> None:
     keep_stacks(f"{stacks}.{rank}")
     reporter = Reporter(reports_prefix(Path(stacks)), int(rank))
     report_rejections(reporter)
-    directory = str(Path(program).resolve().parent)
+    # Not resolved: a link to the engine's checkout has a path that its compilers can read.
+    directory = str(Path(program).absolute().parent)
     if getattr(sys.flags, "safe_path", False):
         sys.path.insert(0, directory)
     else:

@@ -5,12 +5,14 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from support import REPO_ROOT, Project
 
 from t5bench.plan import interpreter
+from t5bench.plan.__main__ import with_plain_engine
 from t5bench.plan.environment import rule_for
 from t5bench.plan.interpreter import plain_caches, plain_link
 from t5bench.plan.ports import free_port
@@ -217,6 +219,20 @@ def test_an_environment_whose_path_compilers_cannot_read_is_started_through_a_li
     link.symlink_to("/")
     with pytest.raises(FileExistsError):
         plain_link(str(environment), tmp_path / "links")
+
+
+def test_an_engine_whose_kernels_are_compiled_is_started_through_a_link(
+    making, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """ninja would take a $ in its path for a variable."""
+    monkeypatch.setattr(interpreter, "plain_folder", lambda: tmp_path)
+    plan = replace(making("ddp", gpus=2).plan, engine_directory="/home/a$HOME/engine")
+    plan = replace(plan, program=["/repository/worker.py", "stacks", "/home/a$HOME/engine/pretrain_t5.py"])
+    *_, program = with_plain_engine(plan).program
+    assert Path(program).parent.is_symlink() and str(Path(program).parent.readlink()) == "/home/a$HOME/engine"
+    assert interpreter.is_plain(program) and Path(program).name == "pretrain_t5.py"
+    for same in (replace(plan, device="cpu"), replace(plan, engine="native")):
+        assert with_plain_engine(same) == same
 
 
 def test_what_needs_another_environments_pytorch_cannot_be_compiled_from_an_unreadable_path(
