@@ -3,12 +3,13 @@
 import argparse
 import json
 import math
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from t5bench import Problem
 from t5bench.compare.parity import EXIT_DIFFERENT, EXIT_NOT_SHOWN, TOLERANCE
+from t5bench.tools.judge.audits import Audit, first_difference, of_the_ranks
 from t5bench.tools.judge.curves import Curves, Names, read_curves
 from t5bench.tools.judge.verdict import DIFFERENT, EQUAL, NOT_SHOWN, Difference, Verdict, verdict
 
@@ -33,6 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--precision", choices=tuple(TOLERANCE), help="of the training (default: a run directory's own, else fp32)"
     )
+    locate = "name the step and module where two audits first differ (docs/judge.md, audit)"
+    parser.add_argument("--locate", action="store_true", help=locate)
     parser.add_argument("--json", action="store_true", help="for programs")
 
 
@@ -65,6 +68,28 @@ def lines_of(found: Verdict) -> list[str]:
     return lines
 
 
+def located(logs: tuple[Curves, Curves], precision: str) -> str:
+    """Raises Problem where a log is no audit."""
+    first, second = (audit_of(log) for log in logs)
+    lines = []
+    place = first_difference(first, second, precision)
+    for log, audit, other in ((logs[0], first, second), (logs[1], second, first)):
+        apart = audit.apart()
+        if apart:
+            place_of_ranks = replace(apart, ranks=of_the_ranks(apart, other, audit))
+            lines.append(f"the ranks of {log.name} first have other parameters at {place_of_ranks}")
+    if place or not lines:
+        lines.append(f"first differs at {place}" if place else "nothing differs beyond rounding")
+    return "\n".join(lines)
+
+
+def audit_of(log: Curves) -> Audit:
+    """Raises Problem."""
+    if not log.audit:
+        raise Problem(f"{log.name} is no audit, so nobody knows what its modules did", "docs/judge.md: audit")
+    return log.audit
+
+
 def to_json(found: Verdict) -> dict[str, Any]:
     return asdict(found) | {"bounds": found.bounds._asdict()}
 
@@ -73,9 +98,13 @@ def run(arguments: argparse.Namespace) -> int:
     """Raises Problem."""
     names = Names(arguments.step, arguments.loss, arguments.norm)
     logs = (read_curves(arguments.first, names), read_curves(arguments.second, names))
-    found = verdict(*logs, precision_of(arguments, logs))
+    precision = precision_of(arguments, logs)
+    found = verdict(*logs, precision)
+    place = located(logs, precision) if arguments.locate else ""
     if arguments.json:
-        print(json.dumps(to_json(found)))
+        print(json.dumps(to_json(found) | ({"place": place} if arguments.locate else {})))
     else:
         print("\n".join(lines_of(found)))
+        if arguments.locate:
+            print(place)
     return EXIT_STATUS[found.verdict]

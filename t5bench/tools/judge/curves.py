@@ -1,7 +1,7 @@
 """The loss and gradient norm of every logged step, from the logs of any trainer.
 
 JSON lines, CSV, transformers' trainer_state.json, TensorBoard's event files, W&B's offline runs and this project's run
-directories. Names of columns are chosen only where one name fits; otherwise a Problem lists what is there.
+directories and audits. Names of columns are chosen only where one name fits; otherwise a Problem lists what is there.
 """
 
 import contextlib
@@ -22,6 +22,7 @@ from t5bench.compare.parity import curve as curve_of_run
 from t5bench.given_files import read_file, read_text
 from t5bench.record.records import load, looks_like_run
 from t5bench.record.run import Run
+from t5bench.tools.judge.audits import Audit, is_audit
 
 REMEDY = "Give a run directory, JSON lines, CSV, trainer_state.json, TensorBoard's or W&B's offline files"
 # What trainers call them; compared without case, and with "_" for " ", "-" and ".".
@@ -68,6 +69,8 @@ class Curves:
     loss_name: str = "loss"
     run: Run | None = None
     """The record, if it is a run directory of this project."""
+    audit: Audit | None = None
+    """What each rank had, if audit() wrote the log."""
     others: Sequence[str] = field(default=(), repr=False)
     """The other columns."""
 
@@ -110,6 +113,11 @@ def _of_directory(path: Path, names: Names) -> Curves:
         loss = curve_of_run(run)
         norm = curve_of_run(run, "grad_norm")
         return Curves(path.name, "record", loss, norm, "lm loss", run)
+    if is_audit(path):
+        audit = Audit(path)
+        if not audit.loss:
+            raise Problem(f"the audit in {path} has no loss", "Pass it: audit(..., loss=loss)")
+        return Curves(path.name, "audit", audit.loss, audit.norm, audit=audit)
     if (path / "trainer_state.json").is_file():
         return read_curves(path / "trainer_state.json", names)
     found = sorted(path.glob("*tfevents*")) or sorted(path.glob("run-*.wandb"))
@@ -257,7 +265,7 @@ def _of_rows(path: Path, source: str, rows: Sequence[Row], names: Names) -> Curv
         raise Problem(f"{path} has no number in its column {loss_name}", "Name another with --loss")
     others = [column for column in columns if column not in (loss_name, norm_name, step_name)]
     norm = curves[norm_name] if norm_name else {}
-    return Curves(path.name, source, curves[loss_name], norm, loss_name, None, others)
+    return Curves(path.name, source, curves[loss_name], norm, loss_name, others=others)
 
 
 def resolution(curve: Mapping[int, float]) -> float:

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from t5bench import Problem
 from t5bench.compare.parity import TOLERANCE, blind_spots, other_training, relative_difference
 from t5bench.compare.sensitivity import Tolerance
+from t5bench.compare.traces import ranks_in_words
+from t5bench.tools.judge.audits import of_the_ranks, ranks_apart
 from t5bench.tools.judge.curves import Curves, resolution
 
 EQUAL = "equal"
@@ -71,8 +73,9 @@ def verdict(first: Curves, second: Curves, precision: str) -> Verdict:
     of_norm = _difference("gradient norm", first.norm, second.norm, bounds.norm)
     differences = [found for found in (of_loss, of_norm) if found]
     notes = _notes(first, second, steps)
-    if differences:
-        likely = _likely(first, second, differences)
+    one_rank = _of_one_rank(first, second, differences)
+    if differences or one_rank:
+        likely = one_rank or _likely(first, second, differences)
         return Verdict(DIFFERENT, precision, bounds, len(steps), differences, likely, notes=notes)
     hidden = _hidden(first, second, steps, bounds)
     return Verdict(NOT_SHOWN if hidden else EQUAL, precision, bounds, len(steps), hidden=hidden, notes=notes)
@@ -178,6 +181,7 @@ NORM_ALONE = (
 )
 GRADIENTS = "the gradients from the first step on: some are not reduced, or not over the right processes"
 GROWN = "rounding that grows, another order of the data, dropout, or a lower precision"
+COPIES = "{who} has other parameters than the rest {where}: an update, a broadcast or a reduction left it out"
 UPDATE = (
     "the update before it (learning rate, warm-up, decay, clipping, the optimizer's state), or the data from there on"
 )
@@ -205,6 +209,27 @@ def _likely(first: Curves, second: Curves, differences: list[Difference]) -> str
     if found.largest > DRIFT * begins and begins < DRIFT * found.bound and found.step > start + 1:
         return f"a drift, which passes the bound at step {found.step}: {GROWN}"
     return f"agreement until step {found.step}: {UPDATE}"
+
+
+def _of_one_rank(first: Curves, second: Curves, differences: list[Difference]) -> str:
+    """What the audits say of copies that are not the same on all ranks; "" if they are, or nothing is known."""
+    for own, other in ((first, second), (second, first)):
+        apart = own.audit.apart() if own.audit else None
+        if not own.audit or not apart:
+            continue
+        ranks = of_the_ranks(apart, other.audit, own.audit) if other.audit else apart.ranks
+        few = ranks_in_words(ranks)
+        who = f"{few} of {own.name}" if len(ranks) < len(own.audit.lines[apart.step]) else f"the ranks of {own.name}"
+        where = f"at step {apart.step}, first in {apart.modules[0]} ({len(apart.modules)} of {apart.of} modules)"
+        kind = "one rank" if len(ranks) == 1 else "some ranks"
+        return f"{kind}: {COPIES.format(who=who, where=where)}"
+    loss = differences[0] if differences and differences[0].what == "loss" else None
+    if first.audit and second.audit and loss and all(loss.step <= one.step for one in differences):
+        ranks = ranks_apart(first.audit, second.audit, loss.step, loss.bound)
+        if ranks:
+            kind = "one rank" if len(ranks) == 1 else "some ranks"
+            return f"{kind}: {ranks_in_words(ranks)} has another loss at step {loss.step}, and the others agree"
+    return ""
 
 
 def _of_gradients(norm: Difference, loss: Difference | None) -> str:
