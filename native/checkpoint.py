@@ -30,7 +30,7 @@ from native.parallel import Mesh
 from native.pieces import Piece
 
 TRACKER = "latest_checkpointed_iteration.txt"
-LEAST_MEMORY_LEFT = 2  # a copy may take one part in two of the host's available memory
+LARGEST_SHARE = 0.75  # of the host's available memory, for the copies of all its processes
 
 
 def checkpoint_folder(directory: str, iteration: int) -> Path:
@@ -150,7 +150,7 @@ def has_memory_for(pieces: Sequence[Piece]) -> bool:
     for line in Path("/proc/meminfo").read_text().splitlines():
         name, _, value = line.partition(":")
         if name == "MemAvailable":
-            return needed * LEAST_MEMORY_LEFT < int(value.split()[0]) * 1024
+            return needed < LARGEST_SHARE * int(value.split()[0]) * 1024
     return False
 
 

@@ -64,7 +64,7 @@ GROUPS = {
         ),
         "reshape": (
             "tools.convert.reshape",
-            "convert a checkpoint to another tensor- or pipeline-parallel size",
+            "convert a checkpoint to another tensor- or pipeline-parallel size, or to the native engine",
         ),
         "export": ("tools.convert.export", "export a run's model for Hugging Face's libraries"),
         "import": ("tools.convert.importing", "turn a Hugging Face model into a Megatron-DeepSpeed checkpoint"),

@@ -10,7 +10,18 @@ from hypothesis import strategies as st
 from made_runs import made_plan
 
 from t5bench.compare import statistics
-from t5bench.compare.statistics import EVENT, NOT_FINITE, RAMP_UP, RESUMED, SKIPPED, WARM_UP, event_within, mser, timing
+from t5bench.compare.statistics import (
+    EVENT,
+    NOT_FINITE,
+    OTHERWISE,
+    RAMP_UP,
+    RESUMED,
+    SKIPPED,
+    WARM_UP,
+    event_within,
+    mser,
+    timing,
+)
 from t5bench.record.log import Iteration
 
 LINE = Iteration(1, 10_000, 100.0, 8.0, 1e-4, 160.0, 0.01)
@@ -70,6 +81,14 @@ def test_twenty_iterations_are_warm_up():
     assert list(timing_of([100] * 50, 15).dropped) == [15, 30]
     # From where a resumed run began.
     assert list(timing_of([100] * 50, 20, begin=500).dropped) == [520]
+
+
+def test_what_another_strategy_trained_is_no_time_of_this_one():
+    lines = [replace(line, begin=40 * (line.iteration > 40)) for line in lines_of([900] * 40 + [100] * 60)]
+    plan = replace(made_plan(settings={"LOG_INTERVAL": "1"}), changed_at=40)
+    found = timing(lines, plan)
+    assert [number for number, reason in found.dropped.items() if reason == OTHERWISE] == [*range(1, 41)]
+    assert found.milliseconds.median == 100 and found.used == [*range(61, 101)]
 
 
 def test_twenty_iterations_after_a_resume_are_warm_up_too():

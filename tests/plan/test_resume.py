@@ -103,6 +103,19 @@ def test_a_reshaped_checkpoint_of_megatron_fits_its_layout_on_any_number_of_repl
     assert "only weights, which are for EVAL_ONLY=1" in refusal(plan)
 
 
+def test_another_engine_is_refused_with_the_way_that_there_is(died: Callable[..., Plan], tmp_path: Path):
+    died(10)
+    plan = replace(died(), engine="megatron")
+    with pytest.raises(Problem) as refused:
+        checkpoint(plan, agree=False)
+    assert "the engine is 'megatron' here and was 'native'" in refused.value.found
+    assert "Megatron-DeepSpeed cannot continue a run of the native engine" in refused.value.remedy
+    run = tmp_path / "of megatron"
+    with pytest.raises(Problem) as refused:
+        checkpoint(replace(megatron(run), engine="native"), agree=False)
+    assert f"python -m t5bench reshape '{run}' --engine native, then this launcher" in refused.value.remedy
+
+
 def test_what_changes_is_told(died: Callable[..., Plan]):
     """By another strategy, on more processes, whose iterations are timed apart from those before."""
     plan = died(10)

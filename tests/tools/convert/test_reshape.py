@@ -1,5 +1,6 @@
 """Checkpoints for another layout: weights without the engine, and runs that continue."""
 
+import json
 import shutil
 from argparse import Namespace
 from pathlib import Path
@@ -8,14 +9,18 @@ import pytest
 import torch
 from real_runs import EXACT, WATCHED, finish, start, train
 
+from native.pieces import KINDS, WEIGHTS
 from t5bench import Problem
 from t5bench.__main__ import main
+from t5bench.record.checkpoints import SEAL
 from t5bench.record.records import load
 from t5bench.record.run import Run
 from t5bench.tools.convert.checkpoint_file import read_checkpoint_file as read
 from t5bench.tools.convert.reshape import write
 from t5bench.tools.convert.shards import HEAD, WORDS, Sharding, Weights, whole_weights
+from t5bench.tools.convert.stored import StoredTensors
 from t5bench.tools.convert.trained import TrainedModel, settings_of
+from t5bench.tools.convert.training_state import Shard, optimizer_of
 from t5bench.tools.verify.relations import contradictions
 
 HEADS, WIDTH, LAYERS = 4, 8, 4
@@ -176,6 +181,34 @@ def test_a_reshaped_run_of_the_native_engine_is_the_run_again(native_runs, sampl
         TrainedModel.of_run(directory, 20)
     settings = EXACT | WATCHED | {"WANDB_MODE": "disabled", "ENGINE": "native", "MEGATRON_DATA_DIR": str(sample_data)}
     check_continues(train("fsdp2", directory, **settings, RESUME="1"), load(native_runs / "hybrid"))
+
+
+def as_an_earlier_release(model: TrainedModel) -> None:
+    """Makes a checkpoint what DDP wrote before all strategies had one form."""
+    values = {kind: {**StoredTensors(model.folder, kind)} for kind in KINDS}
+    for tensors in values.values():
+        del tensors[HEAD]
+    groups = [{"lr": 0.0, "weight_decay": 0.01}, {"lr": 0.0, "weight_decay": 0.0}]
+    example = Shard({}, groups, torch.tensor(float(model.iteration)), has_masters=False)
+    shutil.rmtree(model.folder)
+    (model.folder / "mp_rank_00").mkdir(parents=True)
+    content = {"model": values[WEIGHTS], "optimizer": optimizer_of(values, example)}
+    torch.save(content, model.folder / "mp_rank_00" / "model_optim_rng.pt")
+
+
+@pytest.mark.slow
+def test_an_earlier_release_s_checkpoint_is_written_anew(native_runs: Path, tmp_path: Path):
+    run = shutil.copytree(native_runs / "ddp", tmp_path / "run")
+    expected = TrainedModel.of_run(native_runs / "ddp")
+    as_an_earlier_release(TrainedModel.of_run(run))
+    assert main(["reshape", str(run)]) == 0
+    found = TrainedModel.of_run(tmp_path / "run-native")
+    for kind in KINDS:
+        carried, stored = (StoredTensors(model.folder, kind) for model in (found, expected))
+        assert {*carried} == {*stored} and all(carried[name].equal(stored[name]) for name in stored)
+    seals = [json.loads((model.folder / SEAL).read_text()) for model in (found, expected)]
+    for name in ("iteration", "step", "consumed_samples"):
+        assert seals[0][name] == seals[1][name]
 
 
 @pytest.mark.slow
