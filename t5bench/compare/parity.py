@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from tabulate import tabulate
@@ -18,6 +18,8 @@ from tabulate import tabulate
 from t5bench import Problem
 from t5bench.compare import sensitivity, traces
 from t5bench.compare.comparable import differing, show, trains
+from t5bench.compare.likely import differing as differing_curves
+from t5bench.compare.likely import likely, relative_difference
 from t5bench.compare.sensitivity import MARGIN, Sensitivity, Tolerance
 from t5bench.given_files import read_json
 from t5bench.record.files import RecordError
@@ -81,15 +83,6 @@ def losses_beside(run: Run, other: Run) -> dict[int, float]:
 
     shared = {iteration for iteration, _ in means(run) & means(other)}
     return {iteration: loss for iteration, loss in curve(run).items() if iteration in shared}
-
-
-def relative_difference(value: float, reference: float) -> float:
-    """|value - reference| / |reference|; 0 if they are equal, nan if one is not finite."""
-    if not (math.isfinite(value) and math.isfinite(reference)):
-        return math.nan
-    if value == reference:
-        return 0.0
-    return abs(value - reference) / abs(reference) if reference else math.inf
 
 
 def difference(curve: Mapping[int, float], reference: Mapping[int, float], tolerance: float) -> Difference | None:
@@ -241,6 +234,7 @@ def verdict(run: Run, baseline: Run) -> Verdict:
         else:
             where = "gradients and accumulation" if norm.first_beyond == first else "clipping and the optimizer step"
         reasons.append(f"the difference begins at iteration {min(begins)}: check {where} first")
+        reasons.append(f"likely: {likely_between(run, baseline)}")
     reasons += own_contradictions(run)
     reasons += traced_differences(run, baseline)
     return Verdict(name, run, loss, norm, reasons)
@@ -256,6 +250,24 @@ def traced_differences(run: Run, baseline: Run) -> list[str]:
     if not in_bf16 or not all(traces.is_traced(directory) for directory in directories):
         return []
     return traces.differences_in_bf16(*directories)
+
+
+class LoggedRun(NamedTuple):
+    """A run's curves, as likely() wants them."""
+
+    name: str
+    loss: Mapping[int, float]
+    norm: Mapping[int, float]
+
+
+def likely_between(run: Run, baseline: Run) -> str:
+    """What their difference is like, in judge's words."""
+    allowed = TOLERANCE[baseline.plan.precision]
+    ours = LoggedRun(run.name, losses_beside(run, baseline), curve(run, "grad_norm"))
+    theirs = LoggedRun(baseline.name, curve(baseline), curve(baseline, "grad_norm"))
+    of_loss = differing_curves("loss", ours.loss, theirs.loss, allowed.loss)
+    of_norm = differing_curves("gradient norm", ours.norm, theirs.norm, allowed.norm)
+    return likely(ours, theirs, [found for found in (of_loss, of_norm) if found])
 
 
 def own_contradictions(run: Run) -> list[str]:

@@ -97,6 +97,10 @@ def test_curves_that_differ_only_by_rounding_pass(ddp: Path, tmp_path: Path, par
         ({"losses": scaled(LOSSES, 0, 1 + 3e-5)}, "begins at iteration 1: check the weights, the data"),
         ({"norms": scaled(NORMS, 0, 1 - 3e-5)}, "begins at iteration 1: check gradients and accumulation first"),
         ({"losses": scaled(LOSSES, 2, 1 - 3e-5)}, "begins at iteration 3: check clipping and the optimizer step first"),
+        (
+            {"norms": [2 * norm for norm in NORMS]},
+            "likely: the gradient norm is 2 times the second's at the first step, and the losses agree, as Adam makes",
+        ),
         ({"losses": [8.0, float("nan"), 7.6, 7.5]}, "the loss is not a number at iteration 2"),
         ({"norms": [2.0, 1.5, float("inf"), 0.8]}, "the gradient norm is not a number at iteration 3"),
         ({"skipped": {3: 1}}, "updates were skipped at iteration 3"),

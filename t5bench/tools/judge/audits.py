@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from t5bench import Problem
-from t5bench.compare.parity import relative_difference
+from t5bench.compare.likely import relative_difference
 from t5bench.compare.traces import ranks_in_words
 from t5bench.given_files import read_text
 

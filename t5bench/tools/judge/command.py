@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from t5bench import Problem
+from t5bench.compare.likely import Differing
 from t5bench.compare.parity import EXIT_DIFFERENT, EXIT_NOT_SHOWN, TOLERANCE
 from t5bench.tools.judge.audits import Audit, first_difference, of_the_ranks
 from t5bench.tools.judge.curves import Curves, Names, read_curves
-from t5bench.tools.judge.verdict import DIFFERENT, EQUAL, NOT_SHOWN, Difference, Verdict, verdict
+from t5bench.tools.judge.verdict import DIFFERENT, EQUAL, NOT_SHOWN, Verdict, verdict
 
 DESCRIPTION = (
     "Whether two trainings are the same, by their logs: run directories, JSON lines, CSV, transformers' "
@@ -50,7 +51,7 @@ def precision_of(arguments: argparse.Namespace, logs: tuple[Curves, Curves]) -> 
     return "bf16" if "bf16" in recorded else FP32
 
 
-def sentence(difference: Difference) -> str:
+def sentence(difference: Differing) -> str:
     largest = "not a number" if math.isnan(difference.largest) else f"{difference.largest:.1e}"
     values = f"{difference.first:.9g} and {difference.second:.9g}"
     most = f"at most {largest} at step {difference.largest_step} (bound: {difference.bound:.0e})"

@@ -4,12 +4,12 @@ The bounds are those of the parity gate (docs/parity.md), measured on correct ru
 rounding besides.
 """
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from t5bench import Problem
-from t5bench.compare.parity import TOLERANCE, blind_spots, other_training, relative_difference
+from t5bench.compare.likely import Differing, differing, likely
+from t5bench.compare.parity import TOLERANCE, blind_spots, other_training
 from t5bench.compare.sensitivity import Tolerance
 from t5bench.compare.traces import ranks_in_words
 from t5bench.tools.judge.audits import of_the_ranks, ranks_apart
@@ -21,27 +21,6 @@ NOT_SHOWN = "not shown"
 LEAST_STEPS = 3  # the first shows gradients, the second an update, the third the optimizer's memory
 LEAST_MOVE = 100  # a loss that moves by fewer bounds hides a mistake in what moves it
 COARSE = 10  # rounding by so many bounds hides what the bound would show
-MOST_COPIES = 4096  # micro-batches or processes that a factor may come from
-SAME_FACTOR = 2e-3  # relative: a factor is recognized if it is so near
-DRIFT = 10  # a difference that begins so far below its largest, and so near the bound, has grown
-
-
-@dataclass(frozen=True)
-class Difference:
-    """Where a quantity of two logs differs by more than the bound."""
-
-    what: str
-    """loss, or gradient norm."""
-    step: int
-    """The first such step."""
-    first: float
-    """The value of the first log there."""
-    second: float
-    largest: float
-    """The largest relative difference of all steps; nan if one value is not finite."""
-    largest_step: int
-    bound: float
-    """Relative; what the logs' rounding adds at this step is not in it."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +31,7 @@ class Verdict:
     bounds: Tolerance
     steps: int
     """Compared."""
-    differences: list[Difference] = field(default_factory=list)
+    differences: list[Differing] = field(default_factory=list)
     likely: str = ""
     """What the difference is like, with the reason."""
     hidden: list[str] = field(default_factory=list)
@@ -69,14 +48,14 @@ def verdict(first: Curves, second: Curves, precision: str) -> Verdict:
         raise Problem(f"the logs share no step: they have {spans}", remedy)
     _check_intervals(first, second)
     bounds = TOLERANCE[precision]
-    of_loss = _difference("loss", first.loss, second.loss, bounds.loss)
-    of_norm = _difference("gradient norm", first.norm, second.norm, bounds.norm)
+    of_loss = differing("loss", first.loss, second.loss, bounds.loss, _rounded(first.loss, second.loss))
+    of_norm = differing("gradient norm", first.norm, second.norm, bounds.norm, _rounded(first.norm, second.norm))
     differences = [found for found in (of_loss, of_norm) if found]
     notes = _notes(first, second, steps)
     one_rank = _of_one_rank(first, second, differences)
     if differences or one_rank:
-        likely = one_rank or _likely(first, second, differences)
-        return Verdict(DIFFERENT, precision, bounds, len(steps), differences, likely, notes=notes)
+        like = one_rank or likely(first, second, differences)
+        return Verdict(DIFFERENT, precision, bounds, len(steps), differences, like, notes=notes)
     hidden = _hidden(first, second, steps, bounds)
     return Verdict(NOT_SHOWN if hidden else EQUAL, precision, bounds, len(steps), hidden=hidden, notes=notes)
 
@@ -89,21 +68,8 @@ def _check_intervals(first: Curves, second: Curves) -> None:
         raise Problem(f"{every}, and a line may be the mean of its interval", remedy)
 
 
-def _difference(what: str, first: Mapping[int, float], second: Mapping[int, float], bound: float) -> Difference | None:
-    rounded = resolution(first) + resolution(second)
-    by_step: dict[int, float] = {}
-    beyond: list[int] = []
-    for step in sorted(first.keys() & second.keys()):
-        theirs = second[step]
-        by_step[step] = relative_difference(first[step], theirs)
-        by_rounding = rounded / abs(theirs) if theirs and math.isfinite(theirs) else 0.0
-        if not by_step[step] <= bound + by_rounding:
-            beyond.append(step)
-    if not beyond:
-        return None
-    worst = max(beyond, key=lambda step: (math.isnan(by_step[step]), by_step[step]))
-    step = beyond[0]
-    return Difference(what, step, first[step], second[step], by_step[worst], worst, bound)
+def _rounded(first: Mapping[int, float], second: Mapping[int, float]) -> float:
+    return resolution(first) + resolution(second)
 
 
 def _notes(first: Curves, second: Curves, steps: list[int]) -> list[str]:
@@ -169,49 +135,12 @@ def _hidden_by_rounding(what: str, first: Mapping[int, float], second: Mapping[i
     return [f"the {what} is logged with few digits, so {unseen}. Log more digits"]
 
 
-# ---- what a difference is like ---------------------------------------------------------------------------------------
+# ---- one rank ------------------------------------------------------------------------------------------------------
 
-SUM_OF_LOSSES = "one log has the sum, the other the mean, over micro-batches, processes or tokens"
-LOSS_ALONE = "the loss alone: it is averaged or reported in another way, for the gradient norms agree"
-FORWARD = "from the first step on: other weights, other data, or another forward pass (dropout, masks, precision)"
-SUM_OF_GRADIENTS = "gradients are summed in one training and averaged in the other, over micro-batches or processes"
-NOT_REDUCED = "the norm adds up several processes' own gradients, or gradients are not reduced over them"
-NORM_ALONE = (
-    "the norm alone, for the losses agree: it counts some parameters twice or not at all, as replicated ones can be"
-)
-GRADIENTS = "the gradients from the first step on: some are not reduced, or not over the right processes"
-GROWN = "rounding that grows, another order of the data, dropout, or a lower precision"
 COPIES = "{who} has other parameters than the rest {where}: an update, a broadcast or a reduction left it out"
-UPDATE = (
-    "the update before it (learning rate, warm-up, decay, clipping, the optimizer's state), or the data from there on"
-)
 
 
-def _likely(first: Curves, second: Curves, differences: list[Difference]) -> str:
-    by_name = {difference.what: difference for difference in differences}
-    loss = by_name.get("loss")
-    norm = by_name.get("gradient norm")
-    start = min(first.loss.keys() & second.loss.keys())
-    for difference in differences:
-        if math.isnan(difference.largest):
-            return _not_finite(first, second, difference)
-    if loss and loss.step == start:
-        factor = _factor(loss)
-        if factor:
-            return f"the loss is {factor} at the first step: {SUM_OF_LOSSES}"
-        return LOSS_ALONE if first.norm and second.norm and not norm else FORWARD
-    if norm and norm.step == start:
-        return _of_gradients(norm, loss)
-    if norm and not loss:
-        return NORM_ALONE
-    found = min(differences, key=lambda difference: difference.step)
-    begins = relative_difference(found.first, found.second)
-    if found.largest > DRIFT * begins and begins < DRIFT * found.bound and found.step > start + 1:
-        return f"a drift, which passes the bound at step {found.step}: {GROWN}"
-    return f"agreement until step {found.step}: {UPDATE}"
-
-
-def _of_one_rank(first: Curves, second: Curves, differences: list[Difference]) -> str:
+def _of_one_rank(first: Curves, second: Curves, differences: list[Differing]) -> str:
     """What the audits say of copies that are not the same on all ranks; "" if they are, or nothing is known."""
     for own, other in ((first, second), (second, first)):
         apart = own.audit.apart() if own.audit else None
@@ -229,46 +158,4 @@ def _of_one_rank(first: Curves, second: Curves, differences: list[Difference]) -
         if ranks:
             kind = "one rank" if len(ranks) == 1 else "some ranks"
             return f"{kind}: {ranks_in_words(ranks)} has another loss at step {loss.step}, and the others agree"
-    return ""
-
-
-def _of_gradients(norm: Difference, loss: Difference | None) -> str:
-    """Of norms that differ from the first step on, while the loss agrees there."""
-    later = f", and the loss differs from step {loss.step} on" if loss else ", and the losses agree, as Adam makes them"
-    factor = _factor(norm)
-    if factor:
-        return f"the gradient norm is {factor} at the first step{later}: {SUM_OF_GRADIENTS}"
-    root = _root_factor(norm)
-    if root:
-        return f"the gradient norm is {root} at the first step{later}: {NOT_REDUCED}"
-    return GRADIENTS if loss else NORM_ALONE
-
-
-def _not_finite(first: Curves, second: Curves, difference: Difference) -> str:
-    step = difference.largest_step
-    names = [one.name for one in (first, second) if not math.isfinite(_value(one, difference.what, step))]
-    return f"the {difference.what} of {' and '.join(names)} is not a number at step {step}"
-
-
-def _value(curves: Curves, what: str, step: int) -> float:
-    return (curves.loss if what == "loss" else curves.norm)[step]
-
-
-def _factor(difference: Difference) -> str:
-    """N or 1/N in words; "" if the ratio of the two values is neither."""
-    return _in_words(difference, lambda ratio: ratio, "{} times the second's", "1/{} of the second's")
-
-
-def _root_factor(difference: Difference) -> str:
-    return _in_words(difference, lambda ratio: ratio**2, "sqrt({}) times the second's", "1/sqrt({}) of the second's")
-
-
-def _in_words(difference: Difference, function: Callable[[float], float], times: str, part: str) -> str:
-    if not (difference.first and difference.second):
-        return ""
-    ratio = function(difference.first / difference.second)
-    for value, words in ((ratio, times), (1 / ratio, part)):
-        whole = round(value)
-        if 2 <= whole <= MOST_COPIES and abs(value - whole) <= SAME_FACTOR * whole:
-            return words.format(whole)
     return ""
