@@ -29,7 +29,7 @@ from t5bench.record.ledger import DATA, size_in_words
 from t5bench.record.log import iterations
 from t5bench.record.plan import Plan
 from t5bench.sweep.launch import Launch, PlannedRun
-from t5bench.tools.ledger import environments, judge, tables, verdicts
+from t5bench.tools.ledger import costs, environments, judge, tables, verdicts
 from t5bench.tools.ledger.judge import Curves
 from t5bench.tools.ledger.modes import (
     BASELINE,
@@ -109,6 +109,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     answers.add_argument("--mine", action="store_true", help=mine)
     asked = "the same for a release of DeepSpeed, or torch==RELEASE"
     answers.add_argument("--answer", metavar="RELEASE", help=asked)
+    costs_help = "count what an iteration of ZeRO costs under each release, instead of judging it"
+    parser.add_argument("--costs", action="store_true", help=costs_help)
     parser.add_argument("--torch", help="releases, each in an environment of its own (default: the running torch)")
     parser.add_argument("--limit", type=float, default=LIMIT_SECONDS, help="a longer cell hangs (%(default)s s)")
     locate = "train a wrong cell once more with a trace, and say where it first differs"
@@ -251,8 +253,10 @@ class Ledger:
         *,
         alone: bool = False,
         with_trace: bool = False,
+        counts: Path | None = None,
     ) -> dict[str, Any]:
-        """The worker's answer; a mode that resumes trains twice. alone: in one process, with the same batch."""
+        """The worker's answer; a mode that resumes trains twice. alone: in one process, with the same batch. counts:
+        where rank 0 writes what an iteration costs."""
         directory.mkdir(parents=True, exist_ok=True)
         for log in directory.glob("rank*.log"):
             log.unlink()
@@ -264,6 +268,7 @@ class Ledger:
             "program": program_of(strategy, mode),
             "processes": 1 if alone else processes_of(strategy, mode),
             "poisons_memory": mode.poisons_memory,
+            "counts": str(counts) if counts else "",
             "limit": self.limit,
             "patience": PATIENCE_SECONDS,
         }
@@ -513,11 +518,53 @@ def answer(args: argparse.Namespace) -> int:
     return int(is_wrong)
 
 
+def count_costs(args: argparse.Namespace) -> int:
+    """Counts what releases cost, and writes the page. Raises Problem."""
+    releases = chosen(args.releases, (), "release")
+    strategies = [name for name in chosen(args.strategies, STRATEGIES, "strategy") if name in ZERO_STRATEGIES]
+    output = args.output.resolve()
+    data = prepare_data(output / "data")
+    ledger = Ledger(read_plans(output, data), output, args.limit)
+    python = environments.base_python(None)
+    wanted = [(strategy, mode) for strategy, mode in wanted_cells(strategies, costs.MODES_COUNTED)]
+    found: list[costs.Cost] = []
+    torch = ""
+    for number, release in enumerate(releases, 1):
+        folder = environments.release_folder(release, python, None)
+        runs = output / "costs" / release
+        worker = Worker(python, [folder], str(data / "tokenizer"), runs / "worker.log")
+        torch = worker.versions.get("torch", torch)
+        try:
+            for strategy, mode in wanted:
+                found.append(count_cell(ledger, worker, release, strategy, mode, runs))
+        finally:
+            worker.end()
+        note(f"[{number}/{len(releases)}] DeepSpeed {release}: {len(wanted)} ways of training counted")
+    page = args.page or output
+    costs.write(page, found, torch)
+    note(f"the table: {page / 'release_costs.md'}; also as .json")
+    return 0
+
+
+def count_cell(ledger: Ledger, worker: Worker, release: str, strategy: str, mode: Mode, runs: Path) -> costs.Cost:
+    if "failed" in worker.versions:
+        return costs.Cost(release, strategy, mode.name, {}, worker.versions["failed"])
+    directory = runs / strategy / mode.name
+    counted = directory / "counts.json"
+    counted.unlink(missing_ok=True)
+    answer = ledger.train(worker, strategy, mode, directory, counts=counted)
+    if not has_ended_well(answer):
+        return costs.Cost(release, strategy, mode.name, {}, judge.why(logs(directory)).partition(". ")[0])
+    return costs.Cost(release, strategy, mode.name, json.loads(counted.read_text()))
+
+
 def run(args: argparse.Namespace) -> int:
     """Raises Problem."""
     if args.mine or args.answer:
         return answer(args)
     raise_on_signals()
+    if args.costs:
+        return count_costs(args)
     wanted = columns(args)
     kept = read_page(args.page) if args.page else {}
     output = args.output.resolve()

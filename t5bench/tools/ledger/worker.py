@@ -66,6 +66,10 @@ def train(cell: dict[str, Any]) -> None:
     from native.arguments import parse
     from native.train import run
 
+    if cell.get("counts") and os.environ["RANK"] == "0":
+        from t5bench.tools.ledger.counts import count_iteration
+
+        count_iteration(Path(cell["counts"]))
     run(parse(words))
 
 
