@@ -8,6 +8,7 @@ and the measured times, so that a replay on published times makes the same ones 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import erf, exp, log, sqrt
+from statistics import mean, stdev
 
 from t5bench.costmodel import intervals
 from t5bench.costmodel.calibration import Calibrated, MeasuredTime, calibrate
@@ -22,6 +23,8 @@ LEAST_RUNS = 3
 """Before these, the machine may still be unlike everything that the model knows."""
 UNLIKELY = 0.05
 """A layout is dropped if it is faster than the named one with less than this probability."""
+MOST_REPEATS = 3
+"""Of a layout that may be as fast as the named one, as far as one run can show."""
 MOST_REGRET = 10.0
 """Where a possible regret is even larger, it does not matter how large."""
 
@@ -38,12 +41,27 @@ class Option:
 
 @dataclass(frozen=True)
 class SearchRun:
-    """What a run of an option showed."""
+    """What the runs of an option showed."""
 
     seconds: float
-    """Of an iteration."""
+    """Of an iteration; of several runs the geometric mean."""
     error: float = 0.0
-    """The standard deviation of the logarithm of `seconds`: how well the run determines it."""
+    """The standard deviation of the logarithm of `seconds`: how well the runs determine it."""
+    times: Sequence[float] = ()
+    """Of each run, if there were several."""
+
+    @property
+    def repeats(self) -> int:
+        return max(1, len(self.times))
+
+    def with_another(self, run: "SearchRun") -> "SearchRun":
+        """With one more run. They differ by more than one run can show of itself if the machine does."""
+        times = [*(self.times or [self.seconds]), run.seconds]
+        count = len(times)
+        logarithms = [log(seconds) for seconds in times]
+        within = sqrt((self.repeats * self.error) ** 2 + run.error**2) / count
+        between = stdev(logarithms) / sqrt(count)
+        return SearchRun(exp(mean(logarithms)), max(within, between), times)
 
 
 @dataclass(frozen=True)
@@ -147,8 +165,22 @@ class Search:
             possible_regret=possible_regret(named, [each for each in expected if each is not named]),
             left=left,
             dropped=len(others) - len([each for each in left if each is not named]),
-            runs=len(self.measured),
+            runs=self.runs,
         )
+
+    @property
+    def runs(self) -> int:
+        """All that were made of the measured options."""
+        return sum(outcome.repeats for outcome in self.measured.values())
+
+    def to_repeat(self, standing: Standing) -> Option | None:
+        """Of the named option and those that may be as fast, the one with the fewest runs; None if more runs would
+        not tell them apart, or each has MOST_REPEATS."""
+        close = [each for each in standing.equals if not are_surely_equal(each, standing.named)]
+        if not close:
+            return None
+        fewest = min([standing.named, *close], key=lambda each: self.measured[each.option.name].repeats)
+        return fewest.option if self.measured[fewest.option.name].repeats < MOST_REPEATS else None
 
     @property
     def _is_young(self) -> bool:
@@ -164,8 +196,17 @@ def _predicted(option: Option, known: Calibrated) -> Expected:
 
 def are_equal(one: Expected, other: Expected) -> bool:
     """Whether two measured times differ by less than matters, or than the runs can show."""
-    shown = Z * sqrt(one.deviation**2 + other.deviation**2)
-    return abs(one.logarithm - other.logarithm) <= max(log(1 + TOO_CLOSE), shown)
+    return abs(one.logarithm - other.logarithm) <= max(log(1 + TOO_CLOSE), _shown(one, other))
+
+
+def are_surely_equal(one: Expected, other: Expected) -> bool:
+    """Whether the runs show that they differ by less than matters."""
+    return abs(one.logarithm - other.logarithm) + _shown(one, other) <= log(1 + TOO_CLOSE)
+
+
+def _shown(one: Expected, other: Expected) -> float:
+    """Two measured times must differ by more, in their logarithm, to be called different."""
+    return Z * sqrt(one.deviation**2 + other.deviation**2)
 
 
 def possible_regret(named: Expected, others: Sequence[Expected]) -> float:
@@ -197,16 +238,21 @@ def steps(
     """Measures one option after another; yields what is known before the first run and after each.
 
     measure: None for an option that cannot run. may_go_on: whether the budget allows another run. It ends when the
-    answer is certain or the budget is spent. Raises ValueError if every option fails.
+    answer is certain, and those that one run cannot tell apart were repeated in turn, or when the budget is spent.
+    Raises ValueError if every option fails.
     """
     standing = search.standing()
     yield standing
-    while not standing.is_certain and may_go_on(search):
-        option = standing.left[0].option
+    while may_go_on(search):
+        option = search.to_repeat(standing) if standing.is_certain else standing.left[0].option
+        if not option:
+            return
         outcome = measure(option)
+        before = search.measured.get(option.name)
         if outcome:
-            search.measured[option.name] = outcome
+            search.measured[option.name] = before.with_another(outcome) if before else outcome
         else:
+            search.measured.pop(option.name, None)
             search.failed.add(option.name)
         standing = search.standing()
         yield standing

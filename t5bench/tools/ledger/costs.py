@@ -13,8 +13,10 @@ from typing import Any
 
 from packaging.version import Version
 
+from t5bench import REPOSITORY
 from t5bench.record.files import write_whole
 from t5bench.tools.ledger import tables
+from t5bench.tools.ledger.changes import ISSUES
 
 FORMAT = 1
 MODES_COUNTED = ("fp32", "bf16")
@@ -22,6 +24,18 @@ PHASES = ("forward", "backward", "update", "other")
 # How many functions of DeepSpeed a change names, those first whose calls changed the most.
 MOST_FUNCTIONS = 3
 MIB = 1 << 20
+# A share of a figure that is worth a row in the first table.
+LARGE = 0.05
+ZERO_1_AND_2 = ("zero1", "zero2")
+ZERO_3 = ("zero3", "zero3_offload")
+# What people have reported: of which release and strategies, and which release mends it.
+REPORTED = {
+    ("0.18.5", (*ZERO_1_AND_2, *ZERO_3)): (7885, ""),
+    ("0.18.9", ZERO_3): (7885, "mends "),
+    ("0.19.0", ZERO_1_AND_2): (7885, "mends "),
+    ("0.19.3", ZERO_3): (8148, ""),
+}
+DATA = REPOSITORY / "docs" / "generated" / "release_costs.json"
 INTRODUCTION = """# What a release of DeepSpeed costs
 
 One iteration of the native engine (a tiny T5, four micro-batches, two processes) under each release, counted on one
@@ -53,6 +67,18 @@ class Cost:
     """Why not."""
 
     @property
+    def totals(self) -> dict[str, int]:
+        """What costs time on a host or a network, in one figure each."""
+        collectives = self.counts["collectives"]
+        return {
+            "operators": sum(self.counts["operators"].values()),
+            "copies": sum(self.counts["copies"].values()),
+            "collectives": sum(row["count"] for row in collectives),
+            "bytes in collectives": sum(row["count"] * row["bytes"] for row in collectives),
+            "calls of DeepSpeed's Python": sum(self.counts["deepspeed_calls"].values()),
+        }
+
+    @property
     def figures(self) -> dict[str, int]:
         """The totals that releases are compared by, by their names."""
         found: dict[str, int] = {}
@@ -76,9 +102,14 @@ class CostChange:
     before: int
     after: int
 
+    @property
+    def share(self) -> float:
+        """How much it changed, relative to what it was before; 0.1 is 10 % more."""
+        return self.after / self.before - 1 if self.before else 1.0
+
     def __str__(self) -> str:
         if self.figure.startswith("bytes"):
-            before, after = (f"{value / MIB:,.3g}" for value in (self.before, self.after))
+            before, after = (f"{value / MIB:,.2f}" for value in (self.before, self.after))
             return f"MiB {self.figure.removeprefix('bytes ')} {before} -> {after}"
         return f"{self.figure} {self.before:,} -> {self.after:,}"
 
@@ -110,17 +141,49 @@ def pairs(costs: Iterable[Cost]) -> Iterator[tuple[Cost, Cost]]:
         yield from pairwise(own)
 
 
+def most_changed(before: Cost, after: Cost) -> str:
+    """The functions whose calls changed the most, in words."""
+    most = [f"`{change.figure}` {change.before:,} -> {change.after:,}" for change in functions(before, after)]
+    return ", ".join(most[:MOST_FUNCTIONS]) or "-"
+
+
+def reported(after: Cost) -> str:
+    for (release, strategies), (issue, verb) in REPORTED.items():
+        if after.release == release and after.strategy in strategies:
+            return f"{verb}[#{issue}]({ISSUES}/{issue})"
+    return tables.NO_REPORT
+
+
+def large(before: Mapping[str, int], after: Mapping[str, int]) -> str:
+    """The totals that changed by LARGE or more, in words; "" if none did."""
+    changed = [change for change in differences(before, after) if abs(change.share) >= LARGE]
+    return "; ".join(f"{change} ({change.share:+.0%})" for change in changed)
+
+
+def large_changes(costs: Sequence[Cost]) -> list[tuple[str, ...]]:
+    """A row for each release and strategy that changed a total by LARGE or more, in fp32; the oldest release first."""
+    rows = []
+    for before, after in pairs(costs):
+        changed = large(before.totals, after.totals)
+        if after.mode != "fp32" or not changed:
+            continue
+        releases = f"{before.release} -> {after.release}"
+        row = (releases, tables.NAMES[after.strategy], changed, most_changed(before, after), reported(after))
+        rows.append((Version(after.release), row))
+    return [row for _, row in sorted(rows)]
+
+
 def markdown(costs: Sequence[Cost], torch: str) -> str:
+    parts = [INTRODUCTION, f"Native engine on a CPU, torch {torch}.\n", f"## Changes of {LARGE:.0%} or more, in fp32\n"]
+    header = ["releases", "strategy", "what changed", "most changed functions", "reported"]
+    parts.append(tables.table(header, large_changes(costs)))
     rows = []
     for before, after in pairs(costs):
         changed = "; ".join(map(str, differences(before.figures, after.figures)))
-        if not changed:
-            continue
-        most = [f"`{change.figure}` {change.before:,} -> {change.after:,}" for change in functions(before, after)]
-        named = ", ".join(most[:MOST_FUNCTIONS]) or "-"
-        releases = f"{before.release} -> {after.release}"
-        rows.append((tables.NAMES[after.strategy], after.mode, releases, changed, named))
-    parts = [INTRODUCTION, f"Native engine on a CPU, torch {torch}.\n"]
+        if changed:
+            releases = f"{before.release} -> {after.release}"
+            rows.append((tables.NAMES[after.strategy], after.mode, releases, changed, most_changed(before, after)))
+    parts.append("## All changes\n")
     parts.append(tables.table(["strategy", "mode", "releases", "what changed", "most changed functions"], rows))
     failed = []
     for cost in costs:
@@ -137,7 +200,7 @@ def to_json(costs: Sequence[Cost], torch: str) -> str:
     lines = []
     for cost in costs:
         made = {"release": cost.release, "strategy": cost.strategy, "mode": cost.mode}
-        made |= {"figures": cost.figures} if cost.counts else {"sentence": cost.sentence}
+        made |= {"totals": cost.totals, "figures": cost.figures} if cost.counts else {"sentence": cost.sentence}
         lines.append(json.dumps(made))
     return f'{{"format": {FORMAT}, "torch": {json.dumps(torch)}, "costs": [\n' + ",\n".join(lines) + "\n]}\n"
 
@@ -148,3 +211,18 @@ def write(directory: Path, costs: Sequence[Cost], torch: str) -> None:
     ordered = sorted(costs, key=lambda cost: (cost.strategy, cost.mode, Version(cost.release)))
     write_whole(directory / "release_costs.md", markdown(ordered, torch))
     write_whole(directory / "release_costs.json", to_json(ordered, torch))
+
+
+def of_release(release: str, strategies: Sequence[str], path: Path = DATA) -> Iterator[str]:
+    """What the page says of a release against the one before it, in lines; nothing without the page's data."""
+    if not path.exists():
+        return
+    ways: dict[str, list[dict[str, Any]]] = {}
+    for row in json.loads(path.read_text())["costs"]:
+        if row["mode"] == "fp32" and "totals" in row:
+            ways.setdefault(row["strategy"], []).append(row)
+    for strategy, rows in ways.items():
+        for before, after in pairwise(rows):
+            changed = large(before["totals"], after["totals"])
+            if after["release"] == release and changed and (not strategies or strategy in strategies):
+                yield f"{strategy} against {before['release']}: {changed}"

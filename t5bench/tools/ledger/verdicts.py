@@ -24,7 +24,7 @@ from t5bench.record.ledger import (
     spans_of,
     version_of,
 )
-from t5bench.tools.ledger import tables
+from t5bench.tools.ledger import costs, tables
 from t5bench.tools.ledger.changes import CHANGES
 from t5bench.tools.ledger.modes import MODES, OF_NO_LAUNCHER
 
@@ -149,6 +149,8 @@ def answer(releases: Mapping[str, str], strategies: Sequence[str]) -> tuple[str,
         for words, meets in _of_release(verdicts, measured, known[0], strategies):
             lines.append(f"  {words}")
             is_wrong = is_wrong or meets
+        if measured.software == "deepspeed":
+            lines += [f"  cost of {words}" for words in costs.of_release(known[0], strategies)]
     return "\n".join(lines), is_wrong
 
 

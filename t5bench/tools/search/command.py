@@ -133,7 +133,7 @@ def budget(args: argparse.Namespace, memory: SearchState) -> Callable[[Search], 
     """Whether another run may begin: one is expected to take as long as those before it."""
 
     def may_go_on(search: Search) -> bool:
-        runs = len(search.measured)
+        runs = search.runs
         if args.runs and runs >= args.runs:
             return False
         each = memory.seconds / runs if runs else 0.0

@@ -91,18 +91,21 @@ class Runner:
     def measure(self, name: str, candidate: Candidate) -> SearchRun | None:
         """Makes a short run; None if that cannot run. Raises Problem and Interrupted."""
         started = time.monotonic()
+        before = self.memory.outcomes.get(name)
         settings = candidate.settings() | {"TRAIN_ITERS": str(self.iterations), "LOG_INTERVAL": "1"}
         outcome = None
         try:
-            directory = self.runs_dir / "runs" / name
+            repeat = f"-{before.repeats + 1}" if before else ""
+            directory = self.runs_dir / "runs" / f"{name}{repeat}"
             reason = self.train(directory, candidate.strategy, candidate.job.parallel.world, settings)
             if not reason:
                 outcome = outcome_of(directory)
         finally:
             self.memory.seconds += time.monotonic() - started
         if outcome:
-            self.memory.outcomes[name] = outcome
+            self.memory.outcomes[name] = before.with_another(outcome) if before else outcome
         else:
+            self.memory.outcomes.pop(name, None)
             self.memory.failed[name] = reason
             note(f"{candidate.title} is left out: {reason}")
         self.memory.write(self.runs_dir)

@@ -63,6 +63,29 @@ def test_equal_layouts_are_too_close_to_call(noise: float):
         assert standing.is_certain and standing.equals, "a winner among equals"
 
 
+def test_what_one_run_cannot_tell_apart_runs_again_in_turn():
+    """A disturbance made the first run of the faster one of two layouts look as slow as the other's."""
+    cells = max(replay.choices(grid.read()), key=len)
+    options = [Option(str(number), cell.job, cell.machine) for number, cell in enumerate(cells)]
+    noise = 0.04
+    measured = {option.name: SearchRun(2.0) for option in options}
+    measured |= {"0": SearchRun(1.0, noise), "1": SearchRun(1.0, noise)}
+    later = {"0": iter([0.9, 0.9]), "1": iter([1.0, 1.0])}
+    order = []
+
+    def measure(option: Option) -> SearchRun:
+        order.append(option.name)
+        return SearchRun(next(later[option.name]), noise)
+
+    search = Search(options, measured=measured)
+    standings = list(steps(search, measure, lambda so_far: True))
+    assert order == ["0", "1", "0", "1"], "in turn, and three runs at most"
+    assert standings[-1].named.option.name == "0" and standings[-1].runs == len(options) + 4
+    assert search.measured["0"].seconds == pytest.approx((1.0 * 0.9 * 0.9) ** (1 / 3))
+    assert search.measured["1"].error == pytest.approx(noise / 3**0.5), "three runs determine it better than one"
+    assert search.measured["0"].error > search.measured["1"].error, "its runs differ by more than each shows"
+
+
 def test_a_layout_that_cannot_run_is_forgotten_and_the_budget_is_kept():
     cells = max(replay.choices(grid.read()), key=len)
     options = [Option(str(number), cell.job, cell.machine) for number, cell in enumerate(cells)]

@@ -29,8 +29,9 @@ from t5bench.record.ledger import (
     size_in_words,
     spans_of,
 )
-from t5bench.tools.ledger import command, tables, verdicts
+from t5bench.tools.ledger import command, costs, tables, verdicts
 from t5bench.tools.ledger.changes import CHANGES
+from t5bench.tools.ledger.costs import Cost
 from t5bench.tools.ledger.judge import DOES_NOT_RUN, RIGHT, WRONG, Curves, Verdict, judge, why
 from t5bench.tools.ledger.modes import MODES, RELEASES, STRATEGIES, deepspeed_json
 
@@ -294,6 +295,9 @@ def test_what_the_ledger_says_of_a_release(capsys, monkeypatch):
     assert "in fp32, bf16, clipping unset, fp32 accumulation: gradient norm off by 75 % from iteration 1 on" in said
     assert "DeepSpeed/issues/7718" in said and "right again in 0.18.3" in said and "PyTorch" not in said
     assert main(["ledger", "--answer", "0.18.2", "--strategies", "zero3"]) == 0, "no launcher meets its fault"
+    main(["ledger", "--answer", "0.18.5", "--strategies", "zero2"])
+    said = capsys.readouterr().out
+    assert "cost of zero2 against 0.18.4: operators 4,632 -> 24,512 (+429%); calls of DeepSpeed's Python" in said
     assert main(["ledger", "--answer", "torch==2.8.0+cu128"]) == 1
     assert "gradient norm 2 times as large" in capsys.readouterr().out
     assert main(["ledger", "--answer", "0.99"]) == 0
@@ -482,3 +486,73 @@ def test_fp32_without_a_fault_is_no_answer_for_fp16_and_without_clipping_none_fo
     assert [asked("0.18.3", "zero1", name) for name in ("fp32", "fp16")] == [RIGHT, DOES_NOT_RUN]
     assert [asked(release, pipeline, "fp32") for release in ("0.18.3", "0.19.8")] == [UNKNOWN, RIGHT]
     assert asked("0.19.8", pipeline, "bf16") == "not measured in bf16; right in fp32"
+
+
+def counted(release: str, calls: dict[str, int], operators: int = 10, gathered: int = 0) -> Cost:
+    collectives = [{"phase": "forward", "kind": "allgather_base", "ranks": 2, "bytes": gathered, "count": 3}]
+    counts = {
+        "operators": {"forward": operators},
+        "copies": {},
+        "copied_bytes": {},
+        "collectives": collectives if gathered else [],
+        "deepspeed_calls": calls,
+        "tensor_bytes": 1 << 20,
+    }
+    return Cost(release, "zero2", "fp32", counts)
+
+
+def test_what_a_release_changed(tmp_path):
+    before = counted("0.9.0", {"engine.py:step": 4, "utils.py:old": 1})
+    after = counted("0.10.0", {"engine.py:step": 4, "stage.py:hook": 400}, operators=12, gathered=1 << 20)
+    changed = [str(change) for change in costs.differences(before.figures, after.figures)]
+    assert changed == [
+        "operators in forward 10 -> 12",
+        "calls of DeepSpeed's Python 5 -> 404",
+        "allgather_base 0 -> 3",
+        "MiB in allgather_base 0.00 -> 3.00",
+    ]
+    assert [change.figure for change in costs.functions(before, after)] == ["stage.py:hook", "utils.py:old"]
+    failed = Cost("0.11.0", "zero2", "fp32", {}, "ImportError: it lacks a symbol")
+    costs.write(tmp_path, [after, failed, before], "2.13.0")
+    text = (tmp_path / "release_costs.md").read_text()
+    assert (
+        "| ZeRO-2 | fp32 | 0.9.0 -> 0.10.0 | operators in forward 10 -> 12;" in text
+        and "`stage.py:hook` 0 -> 400" in text
+    )
+    assert "| ZeRO-2 | fp32 | 0.11.0 | ImportError: it lacks a symbol |" in text and "0.10.0 -> 0.11.0" not in text
+    rows = json.loads((tmp_path / "release_costs.json").read_text())["costs"]
+    assert [row["release"] for row in rows] == ["0.9.0", "0.10.0", "0.11.0"]
+    (line,) = costs.of_release("0.10.0", ["zero2"], tmp_path / "release_costs.json")
+    assert line.startswith("zero2 against 0.9.0: operators 10 -> 12 (+20%); collectives 0 -> 3 (+100%)")
+    assert not list(costs.of_release("0.10.0", ["zero1"], tmp_path / "release_costs.json"))
+    costs.write(tmp_path, [before, counted("0.9.1", before.counts["deepspeed_calls"])], "2.13.0")
+    assert "0.9.0 ->" not in (tmp_path / "release_costs.md").read_text(), "what changed nothing has no row"
+
+
+@pytest.mark.slow
+def test_a_release_counts_the_same_twice_and_a_planted_copy_is_seen(tmp_path):
+    """A clone of each gradient that ZeRO-2 does not need, in a copy of the installed release."""
+    (installed,) = find_spec("deepspeed").submodule_search_locations
+    shutil.copytree(installed, tmp_path / "changed" / "deepspeed", ignore=shutil.ignore_patterns("__pycache__"))
+    engine = tmp_path / "changed" / "deepspeed" / "runtime" / "engine.py"
+    text, scaled = engine.read_text(), "loss / self.gradient_accumulation_steps() if scale_wrt_gas"
+    assert text.count(scaled) == 1
+    engine.write_text(text.replace(scaled, scaled.replace("loss /", "loss.clone() /")))
+    (tmp_path / "nothing").mkdir()
+    figures = {}
+    for name, folder in (("first", "nothing"), ("second", "nothing"), ("changed", "changed")):
+        output = tmp_path / name
+        few = ("--costs", "--releases", "0.0.1", "--strategies", "zero2")
+        result = run_ledger(output, tmp_path / folder, *few, first_folder=tmp_path / folder)
+        assert result.returncode == 0, result.stderr
+        (of_fp32,) = [
+            row for row in json.loads((output / "release_costs.json").read_text())["costs"] if row["mode"] == "fp32"
+        ]
+        figures[name] = of_fp32["figures"]
+    assert figures["first"] == figures["second"]
+    changed = {
+        change.figure: change.after - change.before
+        for change in costs.differences(figures["first"], figures["changed"])
+    }
+    assert changed["copies"] == 4, "one for each micro-batch"
+    assert changed["bytes copied"] == 16

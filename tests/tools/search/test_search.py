@@ -2,7 +2,10 @@
 
 import json
 import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from real_runs import environment
@@ -10,7 +13,11 @@ from support import REPO_ROOT
 from warm_python import warm_python
 
 from t5bench import Problem
-from t5bench.tools.search import parity
+from t5bench.costmodel.evidence import grid
+from t5bench.costmodel.search import Option, Search, SearchRun, Standing
+from t5bench.sweep.launch import BASELINE
+from t5bench.tools.search import command, parity
+from t5bench.tools.search.runs import SearchState
 
 LAYOUTS = {
     "DEVICE": "cpu", "ENGINE": "native", "MODEL_PRESET": "tiny", "PRECISION_FLAG": "", "DROPOUT": "0",
@@ -55,6 +62,51 @@ def test_only_curves_that_were_judged_agree(
             parity.verdict(tmp_path, tmp_path)
     else:
         assert parity.verdict(tmp_path, tmp_path).startswith(fault) and bool(fault) == (status == 1)
+
+
+@dataclass
+class NothingRuns:
+    """Stands for a search's runner, which trains nothing."""
+
+    runs_dir: Path
+    memory: SearchState
+    layouts_fail: Mapping[str, str] = field(default_factory=dict)
+    """Why a layout's small training fails, by its name."""
+    baseline_fails: str = ""
+
+    def train(self, directory: Path, *_: object) -> str:
+        if directory.name == BASELINE:
+            return self.baseline_fails
+        return self.layouts_fail.get(directory.parent.name, "")
+
+
+def searched(runner: NothingRuns, monkeypatch: pytest.MonkeyPatch) -> Standing:
+    """Among three layouts, which may all run."""
+    monkeypatch.setattr(parity, "settings_of", lambda candidate: {})
+    monkeypatch.setattr(parity, "verdict", lambda named, baseline: "")
+    cells = {str(number): cell for number, cell in enumerate(grid.read()[:3])}
+    candidates = {
+        name: SimpleNamespace(title=f"layout {name}", strategy="zero1", job=cell.job, settings=lambda: {})
+        for name, cell in cells.items()
+    }
+    search = Search([Option(name, cell.job, cell.machine) for name, cell in cells.items()])
+    runner.memory.outcomes = {name: SearchRun(1.0 + int(name)) for name in cells}
+    search.measured = dict(runner.memory.outcomes)
+    return command.found(search, candidates, runner, lambda so_far: False)
+
+
+def test_a_layout_that_does_not_train_as_ddp_does_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    runner = NothingRuns(tmp_path, SearchState({}), layouts_fail={"0": "crashed: an error"})
+    standing = searched(runner, monkeypatch)
+    assert standing.named.option.name == "1" and runner.memory.parity == ["1"]
+    assert runner.memory.failed == {"0": "crashed: an error"}
+
+
+def test_a_failing_ddp_is_blamed_on_no_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    runner = NothingRuns(tmp_path, SearchState({}), baseline_fails="out-of-memory: the GPU's memory is full")
+    with pytest.raises(Problem, match="DDP, with which layouts are compared, failed: out-of-memory"):
+        searched(runner, monkeypatch)
+    assert runner.memory.failed == {} and runner.memory.parity == []
 
 
 @pytest.mark.slow
