@@ -7,7 +7,10 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from t5bench import Problem
+import msgspec
+
+from t5bench import REPOSITORY, Problem
+from t5bench.given_files import read_json
 from t5bench.plan.launchers import ENGINES, all_declarations
 from t5bench.plan.planner import plan
 from t5bench.plan.settings import lacks
@@ -70,6 +73,36 @@ ADDITIONS: Sequence[Addition] = (
 )
 
 
+PROVED = REPOSITORY / "docs" / "generated" / "proved.json"  # by `python -m t5bench prove --all --json`
+
+
+class ProvedLayout(msgspec.Struct):
+    """A layout in whose step every gradient is summed once."""
+
+    family: str
+    strategy: str
+    addition: str
+    ranks: int
+    findings: list[str]
+
+
+class ProvedLayouts(msgspec.Struct):
+    rows: list[ProvedLayout]
+
+
+def proved(family: str, columns: Sequence[Strategy]) -> str:
+    """The table's line that says for how many ranks each strategy is proved."""
+    remedy = f"python -m t5bench prove --all --json > {PROVED.relative_to(REPOSITORY)}"
+    rows = read_json(PROVED, ProvedLayouts, remedy).rows
+    cells = []
+    for strategy in columns:
+        own = [row for row in rows if (row.family, row.strategy, row.addition) == (family, strategy.name, "")]
+        sizes = sorted(row.ranks for row in own)
+        is_proved = own and not any(row.findings for row in own)
+        cells.append(f"{sizes[0]} to {sizes[-1]:,} ranks" if is_proved else "-")
+    return f"| every gradient summed once ([proved](../parity.md#before-the-first-step)) | {' | '.join(cells)} |"
+
+
 def refusal(strategy: Strategy, engine: str, family: str, settings: Mapping[str, str]) -> str:
     """Why the strategy's launcher would refuse these settings; "" if it would not."""
     environment = {**MACHINE, "ENGINE": engine, "MODEL_FAMILY": family, **settings}
@@ -97,6 +130,8 @@ def table(engine: str, family: str, reasons: list[str]) -> list[str]:
         cells = [_cell(strategy, engine, family, addition, reasons) for strategy in columns]
         if set(cells) != {"-"}:
             lines.append(f"| {addition.shown} | {' | '.join(cells)} |")
+    if engine == "native":
+        lines.append(proved(family, columns))
     absent = [f"`{name}` (no, {_number(reason, reasons)})" for name, reason in alone.items() if reason]
     if absent:
         lines.append(f"\nNot here: {', '.join(absent)}.")

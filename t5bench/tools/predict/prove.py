@@ -22,8 +22,11 @@ from t5bench.plan.support import ADDITIONS, MACHINE, Addition
 from t5bench.record.plan import Plan
 from t5bench.tools.predict.command import planned
 
-RANKS = (2, 8, 64, 1024)
+RANKS = (2, 8, 1024)
 MOST_OF_ZERO3 = 64  # ranks by default: DeepSpeed divides every parameter in Python, for all of them
+# With --all: additions are proved on so many ranks, and these change no layout.
+RANKS_OF_ADDITIONS = (8,)
+SAME_LAYOUT = ("fp16", "fp32", "gradients reduced in fp32", "overlapped communication", "growing batch")
 VOCABULARY = 1024
 RED = "\033[31m"
 PLAIN = "\033[0m"
@@ -72,8 +75,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Exit status: 0 proved, 1 something is missing, doubled or over the wrong ranks, 2 nothing to prove."
     )
     parser.add_argument("strategies", nargs="*", metavar="STRATEGY", help="default: all of the native engine")
-    parser.add_argument("--ranks", type=at_least(1), nargs="+", default=RANKS, help="how many ranks to prove it for")
-    everything = "both model families, with every setting that changes a layout, instead of your settings"
+    parser.add_argument(
+        "--ranks", type=at_least(1), nargs="+", default=RANKS, help="how many (default: 2, 8, 1,024; ZeRO-3: 64)"
+    )
+    everything = "both model families, with each setting that changes a layout, instead of your settings"
     parser.add_argument("--all", action="store_true", dest="has_everything", help=everything)
     parser.add_argument("--parameters", action="store_true", help="list each parameter and what settles its gradient")
     parser.add_argument("--json", action="store_true", help="for programs")
@@ -126,7 +131,7 @@ def plans(has_everything: bool) -> Iterator[tuple[Addition, Plan]]:
             yield Addition("", {}), its_plan
         return
     for family in ("t5", "gpt"):
-        for addition in ADDITIONS:
+        for addition in (one for one in ADDITIONS if one.title not in SAME_LAYOUT):
             for strategy in all_declarations():
                 environment = {**MACHINE, "ENGINE": "native", "MODEL_FAMILY": family, **addition.settings}
                 yield addition, plan(environment, strategy)
@@ -149,13 +154,12 @@ def cases(arguments: argparse.Namespace) -> tuple[list[Case], dict[str, str]]:
         if reason:
             refused[f"{name}, {addition.title}" if addition.title else name] = reason
             continue
-        for ranks in arguments.ranks:
-            if job.zero.stage == 3 and ranks > MOST_OF_ZERO3 and arguments.ranks == RANKS:
-                refused[f"{name} on {ranks:,} ranks"] = f"it takes minutes; ask for it: --ranks {ranks}"
-                continue
+        words = "" if addition.title == ADDITIONS[0].title else addition.title
+        for ranks in RANKS_OF_ADDITIONS if words and arguments.ranks == RANKS else arguments.ranks:
+            if job.zero.stage == 3 and arguments.ranks == RANKS:
+                ranks = min(ranks, MOST_OF_ZERO3)
             sized = on_ranks(job, ranks)
             if sized:
-                words = "" if addition.title == ADDITIONS[0].title else addition.title
                 found.setdefault(sized, Case(job.architecture.family, name, words, sized))
     return list(found.values()), refused
 
