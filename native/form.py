@@ -26,6 +26,8 @@ from torch.distributed.checkpoint import filesystem, metadata, planner
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from native.pieces import Piece
 from t5bench import Problem
@@ -138,6 +140,24 @@ class Writer(dcp.FileSystemWriter):
         super().__init__(folder)
         self.fs = Files()
 
+    def write_data(self, plan: planner.SavePlan, planning: planner.SavePlanner) -> Future[list[WriteResult]]:
+        """Writes one tensor after the other; DCP's own method keeps all of them until the file is complete."""
+        name = f"{plan.storage_data.prefix}0.distcp"
+        results = []
+        with self.fs.create_stream(Path(self.path, name), "wb") as file:
+            for item in plan.items:
+                tensor = planning.resolve_data(item).cpu()
+                if tensor.untyped_storage().nbytes() != tensor.nbytes:
+                    tensor = tensor.clone()  # or torch.save would write all that it is a part of
+                begin = file.tell()
+                torch.save(tensor, file)
+                length = file.tell() - begin
+                results.append(WriteResult(item.index, length, filesystem._StorageInfo(name, begin, length)))
+            os.fsync(file.fileno())
+        written: Future[list[WriteResult]] = Future()
+        written.set_result(results)
+        return written
+
     def storage_meta(self) -> metadata.StorageMeta:
         """Without the directory's path: checkpoints are moved."""
         return metadata.StorageMeta(save_id=self.save_id)
@@ -238,6 +258,8 @@ def save(writer: Writer, planning: SavePlanner, group: dist.ProcessGroup | None)
     except CheckpointException as error:  # no Exception, so that it would pass by whoever expects a full disk
         cause, _ = next(iter(error.failures.values()))
         raise cause from None
+    finally:
+        planning.pieces.clear()  # DCP's closures are garbage that is collected late, and would keep the tensors
 
 
 def write_form(folder: Path, planning: SavePlanner, content: Mapping[str, Any]) -> None:

@@ -201,6 +201,16 @@ def test_training_goes_on_while_its_copy_is_written(monkeypatch: pytest.MonkeyPa
     saver.close()
 
 
+def test_copies_are_equal_and_in_one_stretch_of_memory():
+    tensors = {"a": torch.rand(3, 5), "b": torch.rand(8, 8)[:, 2:5], "c": torch.arange(7, dtype=torch.uint8)}
+    tensors["d"] = torch.empty(0)
+    pieces = pieces_of(**tensors)
+    copies = checkpoint.copies_of(pieces)
+    for piece, copy in zip(pieces, copies, strict=True):
+        assert copy.tensor.equal(piece.tensor) and copy[:3] == piece[:3]
+    assert len({copy.tensor.untyped_storage().data_ptr() for copy in copies}) == 1
+
+
 def test_a_checkpoint_whose_writing_ends_early_leaves_the_one_before(monkeypatch: pytest.MonkeyPatch, alone: Path):
     """A full disk is told, at the latest when the training ends; what is there counts as incomplete."""
     run = alone / "checkpoints"
