@@ -1,6 +1,6 @@
 """Loops that are not ours, which call audit(): DDP, FSDP2, ZeRO, tensor parallelism, Trainer, accelerate, torchtitan's.
 
-python -m torch.distributed.run --nproc-per-node 2 loops.py DIRECTORY KIND[=MISTAKE] ...
+python -m torch.distributed.run --nproc-per-node 2 loops.py DIRECTORY KIND[=MISTAKE][@SEED,WIDTH] ...
 """
 
 import importlib.util
@@ -24,17 +24,18 @@ audit = MODULE.audit
 
 STEPS = 6
 SAMPLES = 8  # of a step, of all ranks together
-WIDTH = 16
+CHOSEN = {"seed": 0, "width": 16}
 
 
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(32, WIDTH)
-        self.first = nn.Linear(WIDTH, 4 * WIDTH)
-        self.second = nn.Linear(4 * WIDTH, WIDTH)
-        self.norm = nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, 32)
+        width = CHOSEN["width"]
+        self.embedding = nn.Embedding(32, width)
+        self.first = nn.Linear(width, 4 * width)
+        self.second = nn.Linear(4 * width, width)
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, 32)
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Any:
         x = self.embedding(input_ids)
@@ -46,12 +47,12 @@ class Model(nn.Module):
 
 
 def make_model() -> Model:
-    torch.manual_seed(0)
+    torch.manual_seed(CHOSEN["seed"])
     return Model()
 
 
 def samples(step: int, rank: int, world: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(step)
+    generator = torch.Generator().manual_seed(step + 1000 * CHOSEN["seed"])
     tokens = torch.randint(32, (SAMPLES, 9), generator=generator)
     own = tokens.chunk(world)[rank]
     return own[:, :-1], own[:, 1:]
@@ -72,9 +73,9 @@ def plain(directory: str, mistake: str, wrap: Callable[[Model], nn.Module], **op
         if mistake == "scale" and step >= 2:
             named = dict(model.named_parameters())
             next(value for name, value in named.items() if name.endswith("second.weight")).grad.mul_(2)
-        audit(model, optimizer, step=step, directory=directory, loss=loss, **options)
-        if "slices" not in options:  # of which clip_grad_norm_ knows nothing
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        line = audit(model, optimizer, step=step, directory=directory, loss=loss, **options)
+        for parameter in model.parameters():  # clip_grad_norm_ knows nothing of slices
+            parameter.grad.mul_(min(1.0, 1.0 / (line["grad_norm"] + 1e-6)))
         optimizer.step()
         optimizer.zero_grad()
         if mistake == "one rank" and step == 3 and rank == 1:
@@ -234,7 +235,11 @@ if __name__ == "__main__":
     os.environ["ACCELERATE_USE_CPU"] = "1"
     dist.init_process_group("gloo")
     for word in sys.argv[2:]:
-        kind, _, mistake = word.partition("=")
+        what, _, chosen = word.partition("@")
+        if chosen:
+            CHOSEN.update(zip(CHOSEN, map(int, chosen.split(",")), strict=True))
+        kind, _, mistake = what.partition("=")
         KINDS[kind](str(Path(sys.argv[1]) / word), mistake)
     if dist.is_initialized():
-        dist.destroy_process_group()
+        dist.barrier()
+    os._exit(0)  # gloo sometimes aborted a process that had trained with DeepSpeed and took its groups down

@@ -113,6 +113,22 @@ def test_nan_and_missing_losses(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert status == 2
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("processes", [2, 4])
+def test_honest_pairs_raise_no_alarm(tmp_path: Path, processes: int, capsys: pytest.CaptureFixture[str]):
+    """Every kind with several seeds and widths, each against one process."""
+    chosen = [f"{seed},{width}" for seed in range(1, 7) for width in (16, 64)]
+    train(tmp_path, *(f"one@{each}" for each in chosen), processes=1)
+    train(tmp_path, *(f"{kind}@{each}" for kind in EQUAL for each in chosen), processes=processes)
+    alarms = []
+    for kind in EQUAL:
+        for each in chosen:
+            status, said = judged(capsys, tmp_path / f"{kind}@{each}", tmp_path / f"one@{each}", "--locate")
+            if status or "nothing differs" not in said:
+                alarms.append((kind, each, said))
+    assert alarms == []
+
+
 HAS_ACCELERATE = importlib.util.find_spec("accelerate") is not None
 
 
