@@ -7,7 +7,7 @@ from itertools import combinations, pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from order_simulations import machines, moved_on, worst, wrong
 from simulations import (
@@ -68,7 +68,9 @@ def test_values_that_support_no_interval_get_none():
 
 @given(st.lists(st.floats(1e-3, 1e9), min_size=1, max_size=200), st.floats(0.5, 2.0))
 def test_the_interval_holds_the_sample_s_median_in_every_unit(values: list[float], unit: float):
-    found, scaled = median_with_interval(values), median_with_interval([unit * value for value in values])
+    in_units = [unit * value for value in values]
+    assume(len(set(in_units)) == len(set(values)))  # rounding may make two neighbours equal
+    found, scaled = median_with_interval(values), median_with_interval(in_units)
     if found.low is not None and scaled.low is not None:
         assert 0 < found.low <= found.median <= found.high
         assert scaled.low == pytest.approx(unit * found.low)
