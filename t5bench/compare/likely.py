@@ -71,13 +71,23 @@ def differing(
 
 SUM_OF_LOSSES = "one log has the sum, the other the mean, over micro-batches, processes or tokens"
 LOSS_ALONE = "the loss alone: it is averaged or reported in another way, for the gradient norms agree"
-FORWARD = "from the first step on: other weights, other data, or another forward pass (dropout, masks, precision)"
+FORWARD = (
+    "from the first step on: other weights, other data, another mean over tokens or samples, or another forward pass"
+    " (dropout, masks, precision)"
+)
 SUM_OF_GRADIENTS = "gradients are summed in one training and averaged in the other, over micro-batches or processes"
 NOT_REDUCED = "the norm adds up several processes' own gradients, or gradients are not reduced over them"
 NORM_ALONE = (
-    "the norm alone, for the losses agree: it counts some parameters twice or not at all, as replicated ones can be"
+    "the norm alone, for the losses agree: it counts some parameters twice or not at all, as replicated ones can be,"
+    " or gradients of some parameters have another scale, which Adam hides from the loss"
 )
-GRADIENTS = "the gradients from the first step on: some are not reduced, or not over the right processes"
+PARTS = (
+    "gradients of some micro-batches, processes or parameters are missing from {smaller},"
+    " or those of {larger} are not reduced over all processes"
+)
+LEFT_OVER = (
+    "the norm alone, and not at once: gradients of earlier steps that were not zeroed, or parameters added later"
+)
 GROWN = "rounding that grows, another order of the data, dropout, or a lower precision"
 UPDATE = (
     "the update before it (learning rate, warm-up, decay, clipping, the optimizer's state), or the data from there on"
@@ -99,17 +109,26 @@ def likely(first: Logged, second: Logged, differences: list[Differing]) -> str:
             return f"the loss is {factor} at the first step: {SUM_OF_LOSSES}"
         return LOSS_ALONE if first.norm and second.norm and not norm else FORWARD
     if norm and norm.step == start:
-        return _of_gradients(norm, loss)
+        return _of_gradients(first, second, norm, loss)
     if norm and not loss:
-        return NORM_ALONE
+        return LEFT_OVER
     found = min(differences, key=lambda difference: difference.step)
     begins = relative_difference(found.first, found.second)
-    if found.largest > DRIFT * begins and begins < DRIFT * found.bound and found.step > start + 1:
+    grows = found.largest > DRIFT * begins and begins < DRIFT * found.bound and found.step > start + 1
+    if grows and _difference_before(first, second, found) > begins / DRIFT:
         return f"a drift, which passes the bound at step {found.step}: {GROWN}"
     return f"agreement until step {found.step}: {UPDATE}"
 
 
-def _of_gradients(norm: Differing, loss: Differing | None) -> str:
+def _difference_before(first: Logged, second: Logged, found: Differing) -> float:
+    """Relative, at the last common step before the first that differs. Rounding grows from there; a mistake jumps."""
+    theirs = first.loss if found.what == "loss" else first.norm
+    others = second.loss if found.what == "loss" else second.norm
+    step = max(step for step in theirs.keys() & others.keys() if step < found.step)
+    return relative_difference(theirs[step], others[step])
+
+
+def _of_gradients(first: Logged, second: Logged, norm: Differing, loss: Differing | None) -> str:
     """Of norms that differ from the first step on, while the loss agrees there."""
     later = f", and the loss differs from step {loss.step} on" if loss else ", and the losses agree, as Adam makes them"
     factor = _factor(norm)
@@ -118,7 +137,12 @@ def _of_gradients(norm: Differing, loss: Differing | None) -> str:
     root = _root_factor(norm)
     if root:
         return f"the gradient norm is {root} at the first step{later}: {NOT_REDUCED}"
-    return GRADIENTS if loss else NORM_ALONE
+    if not loss:
+        return NORM_ALONE
+    smaller, larger = (first, second) if norm.first < norm.second else (second, first)
+    return (
+        f"the gradient norm differs at the first step{later}: {PARTS.format(smaller=smaller.name, larger=larger.name)}"
+    )
 
 
 def _not_finite(first: Logged, second: Logged, difference: Differing) -> str:
