@@ -228,8 +228,8 @@ def test_commands_that_read_runs(tmp_path: Path):
     words = {
         shlex.split((block or inline).replace("$PWD", str(tmp_path)))[3]: block or inline for block, inline in commands
     }
-    # Others run those that need a profile, a checkpoint or several virtual environments.
-    run_elsewhere = {"explain", "generate", "ledger", "history"}
+    # Others run those that need a profile, a checkpoint, several virtual environments or minutes.
+    run_elsewhere = {"explain", "generate", "ledger", "history", "prove"}
     assert set(words) == {"compare", "collect", "wandb", "pack", "verify", "layouts"} | run_elsewhere
     for strategy in ("ddp", "zero1"):
         make_run(tmp_path / "outputs" / "all" / "repeat1" / strategy, strategy, elapsed_ms=[100.0] * 30)
