@@ -38,7 +38,7 @@ STEP = {"native": ("native.data_parallel", "TorchTrainer", "step"), "megatron": 
 PHASES = {
     "native": {
         profile.LOGGING: ("native.metrics", "Metrics", "record"),
-        profile.SAVING: ("native.train", "", "save"),
+        profile.SAVING: ("native.checkpoint", "Saver", "save"),
         profile.EVALUATING: ("native.train", "", "evaluate"),
     },
     "megatron": {

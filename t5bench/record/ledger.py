@@ -1,18 +1,15 @@
 """What the ledger says of a release of DeepSpeed or PyTorch, from the few kilobytes of releases.json in this folder.
 
-``python -m t5bench ledger`` trains the cells and writes the file (t5bench/tools/ledger/verdicts.py); the classes here
-say what is in it, for a launcher, for ``ledger --mine``, and for other projects: docs/generated/releases.schema.json.
-A node to which docs/ was not copied has it, too.
+``python -m t5bench ledger`` trains the cells and writes the file (t5bench/tools/ledger/releases.py says what is in it,
+docs/generated/releases.schema.json says it to other projects). A node to which docs/ was not copied has it, too.
 """
 
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
-
-import msgspec
-from msgspec import Meta
+from typing import Any
 
 from t5bench import REPOSITORY
 
@@ -26,72 +23,6 @@ RIGHT_IN_FP32 = "not measured in {}; right in fp32"
 PIPELINE = "deepspeed-pipeline"
 PIPELINE_CLIPPING = "pipeline clipping"
 SPAN = ".."
-Spans = Annotated[
-    str,
-    Meta(description=f"releases, separated by blanks; a{SPAN}b is every measured release of the same software, a to b"),
-]
-
-
-class TrainedMode(msgspec.Struct):
-    """A way of training in which releases were tried."""
-
-    name: str
-    precision: Literal["fp32", "bf16", "fp16"]
-    micro_batches: Annotated[int, Meta(description="of a process and iteration")]
-    clipping: Annotated[bool, Meta(description="whether DeepSpeed's JSON says at which norm gradients are clipped")]
-    offload: Annotated[bool, Meta(description="of the optimizer's state to the CPU")]
-    resumes: Annotated[bool, Meta(description="whether the training is saved and continued")]
-    launchers: Annotated[bool, Meta(description="whether launchers of this project train so")]
-
-
-class MeasuredReleases(msgspec.Struct):
-    """What was trained under releases of one library, and which were right."""
-
-    software: Literal["deepspeed", "torch"]
-    torch: Annotated[str, Meta(description="PyTorch's release beside DeepSpeed's; empty where software is torch")]
-    releases: Annotated[list[str], Meta(description="the oldest first")]
-    right: Annotated[
-        dict[str, dict[str, Spans]],
-        Meta(description="by strategy and mode; what is here and in no fault was not tried"),
-    ]
-
-
-class ReleaseFault(msgspec.Struct, omit_defaults=True, kw_only=True):
-    """Releases that are not right in the same way. A field that is left out is empty."""
-
-    software: Literal["deepspeed", "torch"]
-    torch: Annotated[str, Meta(description="as in MeasuredReleases")] = ""
-    releases: Spans
-    strategy: str
-    modes: list[str]
-    verdict: Literal["wrong", "does not run", "hangs"]
-    iteration: Annotated[int | None, Meta(description="the first that is wrong")] = None
-    quantity: Annotated[str, Meta(description="what is wrong first: the loss or the gradient norm")] = ""
-    off_by: Annotated[
-        float | None, Meta(description="its largest relative difference; none of a wrong one: it is not a number")
-    ] = None
-    sentence: Annotated[str, Meta(description="with which it fails, if it does not run")] = ""
-    where: Annotated[str, Meta(description="the step and module that differ first, if a trace showed it")] = ""
-    upstream: Annotated[
-        list[str], Meta(description="issues and pull requests that explain it; see upstream below")
-    ] = []
-    mended_in: Annotated[str, Meta(description="the first later release that is right, of those that were tried")] = ""
-
-
-class ReleaseVerdicts(msgspec.Struct):
-    """Which releases of DeepSpeed and PyTorch train which strategy correctly, measured on CPUs over gloo.
-
-    A release is right in a mode if every loss and gradient norm equals those of DDP (DDP's: one process's) within the
-    bounds of docs/parity.md.
-    """
-
-    format: str
-    modes: list[TrainedMode]
-    measured: list[MeasuredReleases]
-    faults: list[ReleaseFault]
-    upstream: Annotated[
-        dict[str, list[str]], Meta(description="of each issue or pull request its address, and what it says")
-    ]
 
 
 @dataclass(frozen=True)
@@ -152,54 +83,51 @@ def size_in_words(off_by: float | None) -> str:
     return f"{times:,.0f} times as large" if times >= 10 else f"{times:g} times as large"
 
 
-def read_verdicts(path: Path = VERDICTS) -> ReleaseVerdicts:
-    """Raises OSError and ValueError."""
-    try:
-        verdicts = msgspec.json.decode(path.read_bytes(), type=ReleaseVerdicts)
-    except msgspec.MsgspecError as error:
-        raise ValueError(f"{path} holds no verdicts: {error}") from error
-    if verdicts.format != FORMAT:
-        raise ValueError(f"{path} has the format '{verdicts.format}', not '{FORMAT}'")
-    return verdicts
-
-
 def _read(path: Path) -> dict[str, Any]:
-    """The modes in which launchers train, and their cells. Raises OSError and ValueError."""
-    verdicts = read_verdicts(path)
-    modes = [msgspec.structs.asdict(mode) | {"config": {}} for mode in verdicts.modes if mode.launchers]
-    names = {mode["name"] for mode in modes}
-    return {"modes": modes, "cells": [cell for cell in _cells(verdicts) if cell["mode"] in names]}
+    """The modes in which launchers train, and their cells. Raises OSError and ValueError.
+
+    Plain JSON: planning imports no package (t5bench/tools/ledger/releases.py has the file's types).
+    """
+    content = json.loads(path.read_bytes())
+    try:
+        if content["format"] != FORMAT:
+            raise ValueError(f"{path} has the format '{content['format']}', not '{FORMAT}'")
+        modes = [mode | {"config": {}} for mode in content["modes"] if mode["launchers"]]
+        names = {mode["name"] for mode in modes}
+        return {"modes": modes, "cells": [cell for cell in _cells(content) if cell["mode"] in names]}
+    except (LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} holds no verdicts: {error}") from error
 
 
-def _cells(verdicts: ReleaseVerdicts) -> Iterator[dict[str, Any]]:
+def _cells(content: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """A cell for each release, strategy and mode; ``release`` is DeepSpeed's, and empty if PyTorch alone was tried."""
-    by_library = {(each.software, each.torch): each.releases for each in verdicts.measured}
-    for measured in verdicts.measured:
-        for strategy, by_mode in measured.right.items():
+    by_library = {(each["software"], each["torch"]): each["releases"] for each in content["measured"]}
+    for measured in content["measured"]:
+        for strategy, by_mode in measured["right"].items():
             for mode, spans in by_mode.items():
                 right = {"strategy": strategy, "mode": mode, "verdict": RIGHT, "said": ""}
-                for release in releases_in(spans, measured.releases):
+                for release in releases_in(spans, measured["releases"]):
                     yield _versions(measured, release) | right
-    for fault in verdicts.faults:
-        wrong = {"strategy": fault.strategy, "verdict": fault.verdict, "said": fault_in_words(fault)}
-        for release in releases_in(fault.releases, by_library[fault.software, fault.torch]):
-            for mode in fault.modes:
+    for fault in content["faults"]:
+        wrong = {"strategy": fault["strategy"], "verdict": fault["verdict"], "said": _fault_in_words(fault)}
+        for release in releases_in(fault["releases"], by_library[fault["software"], fault.get("torch", "")]):
+            for mode in fault["modes"]:
                 yield _versions(fault, release) | wrong | {"mode": mode}
 
 
-def _versions(of: MeasuredReleases | ReleaseFault, release: str) -> dict[str, str]:
-    if of.software == "torch":
+def _versions(of: Mapping[str, Any], release: str) -> dict[str, str]:
+    if of["software"] == "torch":
         return {"release": "", "torch": release}
-    return {"release": release, "torch": of.torch}
+    return {"release": release, "torch": of["torch"]}
 
 
-def fault_in_words(fault: ReleaseFault) -> str:
-    if fault.verdict != WRONG:
-        with_torch = f" with torch {fault.torch}" if fault.torch else ""
-        return f"{fault.verdict} there{with_torch}: {fault.sentence}"
-    other = "one process's" if fault.strategy == "ddp" else "DDP's"
-    size = size_in_words(fault.off_by)
-    found = f"its {fault.quantity} differs from {other} from iteration {fault.iteration} on: {size}"
+def _fault_in_words(fault: Mapping[str, Any]) -> str:
+    if fault["verdict"] != WRONG:
+        with_torch = f" with torch {fault['torch']}" if "torch" in fault else ""
+        return f"{fault['verdict']} there{with_torch}: {fault.get('sentence', '')}"
+    other = "one process's" if fault["strategy"] == "ddp" else "DDP's"
+    size = size_in_words(fault.get("off_by"))
+    found = f"its {fault['quantity']} differs from {other} from iteration {fault['iteration']} on: {size}"
     return f"{found} (docs/generated/ledger.md)"
 
 

@@ -20,7 +20,7 @@ from t5bench.__main__ import COMMANDS, main
 LIMIT_SECONDS = 60
 MEMORY = 16 << 30  # /dev/zero has no end
 # With nothing else, these do something.
-NEED_NOTHING = ("strategies", "settings", "support", "ledger", "cluster", "predict", "ranks")
+NEED_NOTHING = ("strategies", "settings", "support", "ledger", "cluster", "predict", "ranks", "prove")
 FILE = "{}"
 NAMED = {
     "sweep": [["--runs-dir", FILE]],

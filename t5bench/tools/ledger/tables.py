@@ -12,7 +12,7 @@ from packaging.version import Version
 from tabulate import tabulate
 
 from t5bench.compare.parity import TOLERANCE
-from t5bench.record.ledger import ReleaseFault, is_of_launchers, releases_in, size_in_words, spans_of
+from t5bench.record.ledger import is_of_launchers, releases_in, size_in_words, spans_of
 from t5bench.tools.ledger.changes import CHANGES, Change
 from t5bench.tools.ledger.judge import DOES_NOT_RUN, HANGS, RIGHT, WRONG
 from t5bench.tools.ledger.modes import (
@@ -28,6 +28,7 @@ from t5bench.tools.ledger.modes import (
     STRATEGIES,
     Mode,
 )
+from t5bench.tools.ledger.releases import ReleaseFault
 
 FORMAT = 1
 Cell = dict[str, Any]

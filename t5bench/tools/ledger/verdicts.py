@@ -14,12 +14,7 @@ from t5bench.record.ledger import (
     FORMAT,
     RIGHT,
     VERDICTS,
-    MeasuredReleases,
-    ReleaseFault,
-    ReleaseVerdicts,
-    TrainedMode,
     is_of_launchers,
-    read_verdicts,
     releases_in,
     spans_of,
     version_of,
@@ -27,6 +22,13 @@ from t5bench.record.ledger import (
 from t5bench.tools.ledger import costs, tables
 from t5bench.tools.ledger.changes import CHANGES
 from t5bench.tools.ledger.modes import MODES, OF_NO_LAUNCHER
+from t5bench.tools.ledger.releases import (
+    MeasuredReleases,
+    ReleaseFault,
+    ReleaseVerdicts,
+    TrainedMode,
+    read_verdicts,
+)
 
 SCHEMA = "releases.schema.json"
 LIBRARIES = {"deepspeed": "DeepSpeed", "torch": "PyTorch"}

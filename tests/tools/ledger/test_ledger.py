@@ -24,7 +24,6 @@ from t5bench.record.ledger import (
     VERDICTS,
     look_up,
     look_up_torch,
-    read_verdicts,
     releases_in,
     size_in_words,
     spans_of,
@@ -34,6 +33,7 @@ from t5bench.tools.ledger.changes import CHANGES
 from t5bench.tools.ledger.costs import Cost
 from t5bench.tools.ledger.judge import DOES_NOT_RUN, RIGHT, WRONG, Curves, Verdict, judge, why
 from t5bench.tools.ledger.modes import MODES, RELEASES, STRATEGIES, deepspeed_json
+from t5bench.tools.ledger.releases import read_verdicts
 
 MODE = {mode.name: mode for mode in MODES}
 REFERENCE = Curves({1: 8.0, 2: 7.0}, {1: 2.0, 2: 1.5})

@@ -1,0 +1,91 @@
+"""What is in t5bench/record/releases.json: which releases train which strategy correctly, in a few kilobytes.
+
+Launchers read it (t5bench/record/ledger.py), ``ledger --mine`` does, and other projects may: verdicts.py writes it, and
+its schema from these classes.
+"""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from t5bench.record.ledger import FORMAT, SPAN, VERDICTS
+
+Spans = Annotated[
+    str,
+    Meta(description=f"releases, separated by blanks; a{SPAN}b is every measured release of the same software, a to b"),
+]
+
+
+class TrainedMode(msgspec.Struct):
+    """A way of training in which releases were tried."""
+
+    name: str
+    precision: Literal["fp32", "bf16", "fp16"]
+    micro_batches: Annotated[int, Meta(description="of a process and iteration")]
+    clipping: Annotated[bool, Meta(description="whether DeepSpeed's JSON says at which norm gradients are clipped")]
+    offload: Annotated[bool, Meta(description="of the optimizer's state to the CPU")]
+    resumes: Annotated[bool, Meta(description="whether the training is saved and continued")]
+    launchers: Annotated[bool, Meta(description="whether launchers of this project train so")]
+
+
+class MeasuredReleases(msgspec.Struct):
+    """What was trained under releases of one library, and which were right."""
+
+    software: Literal["deepspeed", "torch"]
+    torch: Annotated[str, Meta(description="PyTorch's release beside DeepSpeed's; empty where software is torch")]
+    releases: Annotated[list[str], Meta(description="the oldest first")]
+    right: Annotated[
+        dict[str, dict[str, Spans]],
+        Meta(description="by strategy and mode; what is here and in no fault was not tried"),
+    ]
+
+
+class ReleaseFault(msgspec.Struct, omit_defaults=True, kw_only=True):
+    """Releases that are not right in the same way. A field that is left out is empty."""
+
+    software: Literal["deepspeed", "torch"]
+    torch: Annotated[str, Meta(description="as in MeasuredReleases")] = ""
+    releases: Spans
+    strategy: str
+    modes: list[str]
+    verdict: Literal["wrong", "does not run", "hangs"]
+    iteration: Annotated[int | None, Meta(description="the first that is wrong")] = None
+    quantity: Annotated[str, Meta(description="what is wrong first: the loss or the gradient norm")] = ""
+    off_by: Annotated[
+        float | None, Meta(description="its largest relative difference; none of a wrong one: it is not a number")
+    ] = None
+    sentence: Annotated[str, Meta(description="with which it fails, if it does not run")] = ""
+    where: Annotated[str, Meta(description="the step and module that differ first, if a trace showed it")] = ""
+    upstream: Annotated[
+        list[str], Meta(description="issues and pull requests that explain it; see upstream below")
+    ] = []
+    mended_in: Annotated[str, Meta(description="the first later release that is right, of those that were tried")] = ""
+
+
+class ReleaseVerdicts(msgspec.Struct):
+    """Which releases of DeepSpeed and PyTorch train which strategy correctly, measured on CPUs over gloo.
+
+    A release is right in a mode if every loss and gradient norm equals those of DDP (DDP's: one process's) within the
+    bounds of docs/parity.md.
+    """
+
+    format: str
+    modes: list[TrainedMode]
+    measured: list[MeasuredReleases]
+    faults: list[ReleaseFault]
+    upstream: Annotated[
+        dict[str, list[str]], Meta(description="of each issue or pull request its address, and what it says")
+    ]
+
+
+def read_verdicts(path: Path = VERDICTS) -> ReleaseVerdicts:
+    """Raises OSError and ValueError."""
+    try:
+        verdicts = msgspec.json.decode(path.read_bytes(), type=ReleaseVerdicts)
+    except msgspec.MsgspecError as error:
+        raise ValueError(f"{path} holds no verdicts: {error}") from error
+    if verdicts.format != FORMAT:
+        raise ValueError(f"{path} has the format '{verdicts.format}', not '{FORMAT}'")
+    return verdicts
