@@ -48,7 +48,7 @@ def version_of(release: str) -> tuple[int, ...]:
 
 def is_of_launchers(mode: Mapping[str, Any]) -> bool:
     """Whether launchers train so: they always say at which norm they clip, and set none of the other options."""
-    return mode["clipping"] and not mode["config"]
+    return mode["clipping"] and not mode["config"] and not mode.get("shape")
 
 
 def spans_of(releases: Sequence[str], measured: Sequence[str]) -> str:

@@ -26,6 +26,7 @@ class Change:
     fp32_accumulation: bool | None = None
     several_micro_batches: bool = False  # it shows with more than one only
     verdict: str = WRONG  # of the cells that it explains
+    shape: str = ""  # "": any
     issues: str = ISSUES  # where the numbers lead
 
     def concerns(self, release: str, strategy: str, mode: Mode, verdict: str = WRONG) -> bool:
@@ -33,6 +34,8 @@ class Change:
         is_later = self.first_right and Version(release) >= Version(self.first_right)
         is_earlier = self.first_wrong and Version(release) < Version(self.first_wrong)
         if is_later or is_earlier or strategy not in self.strategies or verdict != self.verdict:
+            return False
+        if self.shape not in ("", mode.shape):
             return False
         if self.precision not in ("", mode.precision) or (self.several_micro_batches and mode.micro_batches < 2):
             return False
@@ -88,6 +91,18 @@ CHANGES = (
     Change(
         (7568, 7580), "an overflow in one process's partition is not told to the others", ("zero1",),
         first_wrong="0.17.1", first_right="0.18.0", precision="fp16", verdict=DOES_NOT_RUN,
+    ),
+    Change(
+        (7653, 7660), "a parameter larger than the bucket is looked up by another data type", ("zero1", "zero2"),
+        first_right="0.18.2", verdict=DOES_NOT_RUN, shape="large parameter",
+    ),
+    Change(
+        (8279, 8280), "a parameter without elements at the end of a group has no partition", ("zero1", "zero2"),
+        verdict=DOES_NOT_RUN, shape="empty last",
+    ),
+    Change(
+        (8297,), "a parameter without elements inside a partition cannot be mapped", ("zero1", "zero2"),
+        verdict=DOES_NOT_RUN, shape="empty inside",
     ),
     Change(
         (162338,), "gloo adds gradients up where FSDP2 asks for their mean", ("fsdp2",),

@@ -62,12 +62,14 @@ PATIENCE_SECONDS = 15
 # They import torch, which the command does not.
 PIPELINE_PROGRAM = Path(__file__).with_name("pipeline.py")
 OVERFLOW_PROGRAM = Path(__file__).with_name("overflow.py")
+SHAPES_PROGRAM = Path(__file__).with_name("shapes.py")
 # Code that decides what a cell trains: cells of other code are trained again.
 CODE = (
     "native/*.py",
     "t5bench/tools/ledger/modes.py",
     "t5bench/tools/ledger/pipeline.py",
     "t5bench/tools/ledger/overflow.py",
+    "t5bench/tools/ledger/shapes.py",
 )
 
 
@@ -159,6 +161,8 @@ def program_of(strategy: str, mode: Mode) -> str:
     """The small program that trains a cell; "" if the native engine does."""
     if strategy in PIPELINES:
         return str(PIPELINE_PROGRAM)
+    if mode.shape:
+        return str(SHAPES_PROGRAM)
     return str(OVERFLOW_PROGRAM) if mode.precision == "fp16" else ""
 
 
@@ -233,6 +237,9 @@ class Ledger:
             in_bf16 = ["--bf16"] if mode.precision == "bf16" else []
             clips = ["--clip-norm", str(PIPELINE_CLIP_NORM)] if mode.name == PIPELINE_CLIPPING else []
             return ["--stage", str(PIPELINES[strategy]), *in_bf16, *clips]
+        if mode.shape:
+            in_bf16 = ["--bf16"] if mode.precision == "bf16" else []
+            return ["--stage", str(OVERFLOWING[strategy]), "--shape", mode.shape, *in_bf16]
         if mode.precision == "fp16":
             return ["--stage", str(OVERFLOWING[strategy])]
         planned = self.plans.get(strategy, self.plans[BASELINE])
@@ -378,7 +385,11 @@ def printed_curves(directory: Path) -> tuple[Curves, Curves]:
             printed = json.loads(line)
             measured = dict(enumerate(printed["losses"], 1))
             expected = dict(enumerate(printed["expected"], 1))
-            return Curves(measured, {}), Curves(expected, {})
+            norms = dict(enumerate(printed.get("norms", []), 1))
+            if all(math.isnan(norm) for norm in norms.values()):
+                norms = {}
+            expected_norms = dict(enumerate(printed.get("expected_norms", []), 1)) if norms else {}
+            return Curves(measured, norms), Curves(expected, expected_norms)
     return Curves({}, {}), Curves(dict.fromkeys(range(1, ITERATIONS + 1), 1.0), {})
 
 

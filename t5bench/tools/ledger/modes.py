@@ -20,7 +20,7 @@ STAGE_0 = "stage 0"
 PIPELINE_STAGE_0 = "deepspeed-pipeline stage 0"
 OF_NO_LAUNCHER = (STAGE_0, PIPELINE_STAGE_0)
 PIPELINES = {DEEPSPEED_PIPELINE: 1, PIPELINE_STAGE_0: 0}  # with their ZeRO stages
-OVERFLOWING = {"zero1": 1, "zero2": 2, "zero3": 3}  # what overflow.py trains, with its ZeRO stage
+OVERFLOWING = {"zero1": 1, "zero2": 2, "zero3": 3}  # what overflow.py and shapes.py train, with the ZeRO stage
 ZERO_STRATEGIES = ("zero1", "zero2", "zero3", "zero3_offload")
 DEEPSPEED_STRATEGIES = (*ZERO_STRATEGIES, STAGE_0, *PIPELINES)
 # What needs PyTorch alone. DDP is compared with one process, the others with DDP.
@@ -63,6 +63,7 @@ class Mode:
     # Fresh memory holds not-a-numbers, so that a release that reads memory before it writes it is always found.
     poisons_memory: bool = False
     config: Mapping[str, Any] = field(default_factory=dict)  # what it adds to DeepSpeed's JSON
+    shape: str = ""  # of shapes.py; the launchers train none of them
 
 
 _SHARDED = ("zero1", "zero2", "zero3")
@@ -79,6 +80,36 @@ MODES = (
         "fp16 overflow", "fp16, a gradient overflows in one process's partition; no clipping", tuple(OVERFLOWING),
         "fp16",
     ),
+    Mode(
+        "used twice", "bf16, eight micro-batches, clipping; a layer is used twice", _SHARDED, "bf16", micro_batches=8,
+        shape="used twice",
+    ),
+    Mode("frozen", "fp32; a layer is frozen", _SHARDED, micro_batches=1, shape="frozen"),
+    Mode("unused", "fp32; a layer is not used", _SHARDED, micro_batches=1, shape="unused"),
+    Mode("empty last", "fp32; the last parameter has no elements", _SHARDED, micro_batches=1, shape="empty last"),
+    Mode(
+        "empty inside", "fp32; a parameter in the middle of a partition has no elements", _SHARDED, micro_batches=1,
+        shape="empty inside",
+    ),
+    Mode(
+        "large parameter", "bf16 communicated in fp32; a parameter is larger than the bucket", _SHARDED, "bf16",
+        micro_batches=1, shape="large parameter",
+    ),
+    Mode(
+        "reentrant checkpointing", "fp32; a layer is recomputed, reentrant", _SHARDED, micro_batches=1,
+        shape="reentrant checkpointing",
+    ),
+    Mode("checkpointing", "fp32; a layer is recomputed", _SHARDED, micro_batches=1, shape="checkpointing"),
+    Mode(
+        "checkpointed twice", "fp32; a layer is used twice and recomputed, reentrant", _SHARDED, micro_batches=1,
+        shape="checkpointed twice",
+    ),
+    Mode(
+        "several backward passes", "fp32; four backward passes, then one step, without accumulation in the JSON",
+        _SHARDED, shape="several backward passes",
+    ),
+    Mode("evaluation", "fp32; evaluation between steps", _SHARDED, micro_batches=1, shape="evaluation"),
+    Mode("saving", "fp32; saved between micro-batches", _SHARDED, shape="saving"),
     Mode("one micro-batch", "fp32, one micro-batch", (*_SHARDED, *TORCH_STRATEGIES), micro_batches=1),
     Mode(
         "three processes", "fp32, three processes: what cannot be divided is padded",
