@@ -80,6 +80,31 @@ MODES = (
         "fp16 overflow", "fp16, a gradient overflows in one process's partition; no clipping", tuple(OVERFLOWING),
         "fp16",
     ),
+    Mode("one micro-batch", "fp32, one micro-batch", (*_SHARDED, *TORCH_STRATEGIES), micro_batches=1),
+    Mode(
+        "three processes", "fp32, three processes: what cannot be divided is padded",
+        (*ZERO_STRATEGIES, BASELINE, "fsdp2"), processes=3,
+    ),
+    Mode("four processes", "fp32, four processes", (*ZERO_STRATEGIES, BASELINE, "fsdp2"), processes=4),
+    Mode("clipping unset", "fp32, no gradient_clipping in the JSON: nothing may be clipped", _SHARDED, clipping=False),
+    Mode(
+        "fp32 accumulation", "bf16, gradients accumulated in fp32 (data_types)", _SHARDED, "bf16",
+        fp32_accumulation=True, config=_FP32_SUMS,
+    ),
+    Mode("offload", "fp32, PyTorch's optimizer offloaded to the CPU", ("zero1", "zero2"), offload=True),
+    Mode("bf16 offload", "bf16, PyTorch's optimizer offloaded to the CPU", ("zero1", "zero2"), "bf16", offload=True),
+    Mode(
+        "resume", f"fp32, saved after iteration {SAVED_AFTER} and resumed", (*ZERO_STRATEGIES, *TORCH_STRATEGIES),
+        resumes=True,
+    ),
+    Mode(
+        "all-reduce fetch", "fp32, three processes, stage3_use_all_reduce_for_fetch_params, fresh memory full of nan",
+        ("zero3",), processes=3, poisons_memory=True, config=_ALL_REDUCE_FETCH,
+    ),
+    Mode(
+        "used once", "bf16, eight micro-batches, clipping: what the next one is without its shape", _SHARDED, "bf16",
+        micro_batches=8, shape="used once",
+    ),
     Mode(
         "used twice", "bf16, eight micro-batches, clipping; a layer is used twice", _SHARDED, "bf16", micro_batches=8,
         shape="used twice",
@@ -110,27 +135,6 @@ MODES = (
     ),
     Mode("evaluation", "fp32; evaluation between steps", _SHARDED, micro_batches=1, shape="evaluation"),
     Mode("saving", "fp32; saved between micro-batches", _SHARDED, shape="saving"),
-    Mode("one micro-batch", "fp32, one micro-batch", (*_SHARDED, *TORCH_STRATEGIES), micro_batches=1),
-    Mode(
-        "three processes", "fp32, three processes: what cannot be divided is padded",
-        (*ZERO_STRATEGIES, BASELINE, "fsdp2"), processes=3,
-    ),
-    Mode("four processes", "fp32, four processes", (*ZERO_STRATEGIES, BASELINE, "fsdp2"), processes=4),
-    Mode("clipping unset", "fp32, no gradient_clipping in the JSON: nothing may be clipped", _SHARDED, clipping=False),
-    Mode(
-        "fp32 accumulation", "bf16, gradients accumulated in fp32 (data_types)", _SHARDED, "bf16",
-        fp32_accumulation=True, config=_FP32_SUMS,
-    ),
-    Mode("offload", "fp32, PyTorch's optimizer offloaded to the CPU", ("zero1", "zero2"), offload=True),
-    Mode("bf16 offload", "bf16, PyTorch's optimizer offloaded to the CPU", ("zero1", "zero2"), "bf16", offload=True),
-    Mode(
-        "resume", f"fp32, saved after iteration {SAVED_AFTER} and resumed", (*ZERO_STRATEGIES, *TORCH_STRATEGIES),
-        resumes=True,
-    ),
-    Mode(
-        "all-reduce fetch", "fp32, three processes, stage3_use_all_reduce_for_fetch_params, fresh memory full of nan",
-        ("zero3",), processes=3, poisons_memory=True, config=_ALL_REDUCE_FETCH,
-    ),
 )  # fmt: skip
 
 

@@ -46,6 +46,8 @@ class Shape:
 
 
 SHAPES = {
+    # The same training as "used twice", without what is special in it.
+    "used once": Shape(micro_batches=8, clip_norm=1.0),
     "used twice": Shape(micro_batches=8, uses=2, clip_norm=1.0),
     "frozen": Shape(special="frozen"),
     "unused": Shape(special="unused"),
@@ -62,6 +64,17 @@ SHAPES = {
 }
 
 
+class Empty(nn.Module):
+    """A parameter without elements. A module's own parameters come before those of the modules in it, so it is one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(0))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs + self.weight.sum() * 0
+
+
 class Model(nn.Module):
     """Three linear layers, and what the shape adds."""
 
@@ -71,13 +84,13 @@ class Model(nn.Module):
         self.shape = shape
         self.first = nn.Linear(WIDTH, WIDTH)
         if shape.special == "empty inside":
-            self.empty = nn.Parameter(torch.empty(0))
+            self.empty = Empty()
         self.middle = nn.Linear(WIDTH, WIDTH)
         self.last = nn.Linear(WIDTH, WIDTH)
         if shape.special == "unused":
             self.unused = nn.Linear(WIDTH, WIDTH)
         if shape.special == "empty last":
-            self.empty = nn.Parameter(torch.empty(0))
+            self.empty = Empty()
         if shape.special == "frozen":
             self.middle.requires_grad_(requires_grad=False)
 
@@ -86,12 +99,13 @@ class Model(nn.Module):
         for _ in range(self.shape.uses):
             if self.shape.checkpointing:
                 is_reentrant = self.shape.checkpointing == "reentrant"
-                hidden = torch.tanh(checkpoint(self.middle, hidden, use_reentrant=is_reentrant))
+                hidden = checkpoint(self.middle, hidden, use_reentrant=is_reentrant)
             else:
-                hidden = torch.tanh(self.middle(hidden))
+                hidden = self.middle(hidden)
+            hidden = torch.tanh(hidden)
         output: Tensor = self.last(hidden)
         if self.shape.special.startswith("empty"):
-            output = output + self.empty.sum() * 0
+            output = self.empty(output)
         return output
 
 
@@ -200,9 +214,11 @@ def sharded(shape: Shape, dtype: torch.dtype, stage: int) -> tuple[list[float], 
 
 def save(engine: Any) -> None:
     """Every process must name the same directory."""
-    names = [tempfile.mkdtemp()] if dist.get_rank() == 0 else [""]
-    dist.broadcast_object_list(names)
-    engine.save_checkpoint(names[0])
+    with tempfile.TemporaryDirectory() as own:
+        names = [own]
+        dist.broadcast_object_list(names)
+        engine.save_checkpoint(names[0])
+        dist.barrier()
 
 
 def main() -> None:

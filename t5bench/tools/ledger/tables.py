@@ -67,6 +67,9 @@ pipeline and the vectors plain SGD: DeepSpeed's own, which must be compiled (cpu
 strategies that need no DeepSpeed are trained under each release of PyTorch and compared with DDP, and DDP with one
 process.
 
+Shapes of models and of training loops, from `used once` on, are those of three linear layers
+([shapes.py](../../t5bench/tools/ledger/shapes.py)), compared with plain PyTorch in one process. No launcher meets them.
+
 All cells were measured on a CPU over gloo, for {ITERATIONS} iterations, with {PROCESSES} processes unless the mode says
 otherwise, hybrid and DeepSpeed's pipeline with {PIPELINE_PROCESSES}. That shows what a release computes, but not
 whether its CUDA kernels work. Releases and modes that are not on this page were not tried: of a run in bf16 or fp16
