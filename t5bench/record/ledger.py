@@ -46,11 +46,6 @@ def version_of(release: str) -> tuple[int, ...]:
     return tuple(map(int, numbers[1].split(".")))
 
 
-def is_of_launchers(mode: Mapping[str, Any]) -> bool:
-    """Whether launchers train so: they always say at which norm they clip, and set none of the other options."""
-    return mode["clipping"] and not mode["config"] and not mode.get("shape")
-
-
 def spans_of(releases: Sequence[str], measured: Sequence[str]) -> str:
     """Releases as Spans; ``measured`` are those that the library was measured in, the oldest first."""
     runs: list[list[str]] = []
@@ -92,7 +87,7 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         if content["format"] != FORMAT:
             raise ValueError(f"{path} has the format '{content['format']}', not '{FORMAT}'")
-        modes = [mode | {"config": {}} for mode in content["modes"] if mode["launchers"]]
+        modes = [mode for mode in content["modes"] if mode["launchers"]]
         names = {mode["name"] for mode in modes}
         return {"modes": modes, "cells": [cell for cell in _cells(content) if cell["mode"] in names]}
     except (LookupError, TypeError, AttributeError) as error:
@@ -166,7 +161,6 @@ def look_up(
             if mode["precision"] == precision
             and (mode["micro_batches"] > 1) == (micro_batches > 1)
             and mode["offload"] == offload
-            and is_of_launchers(mode)
             and mode["resumes"] == resumes
         }
         return [cell for cell in measured if cell["mode"] in modes]

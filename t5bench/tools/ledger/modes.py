@@ -65,6 +65,11 @@ class Mode:
     config: Mapping[str, Any] = field(default_factory=dict)  # what it adds to DeepSpeed's JSON
     shape: str = ""  # of shapes.py; the launchers train none of them
 
+    @property
+    def is_of_launchers(self) -> bool:
+        """Whether launchers train so: they always say at which norm they clip, and set none of the other options."""
+        return self.clipping and not self.config and not self.shape
+
 
 _SHARDED = ("zero1", "zero2", "zero3")
 _FP32_SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}

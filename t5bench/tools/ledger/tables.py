@@ -12,7 +12,7 @@ from packaging.version import Version
 from tabulate import tabulate
 
 from t5bench.compare.parity import TOLERANCE
-from t5bench.record.ledger import is_of_launchers, releases_in, size_in_words, spans_of
+from t5bench.record.ledger import releases_in, size_in_words, spans_of
 from t5bench.tools.ledger.changes import CHANGES, Change
 from t5bench.tools.ledger.judge import DOES_NOT_RUN, HANGS, RIGHT, WRONG
 from t5bench.tools.ledger.modes import (
@@ -498,7 +498,7 @@ def picture(cells: Sequence[Cell]) -> str:
     right, under the newest torch that was measured."""
     torch, newest = max(groups(cells), key=lambda group: Version(group[0]))
     releases = releases_of(newest)
-    in_launchers = {mode.name for mode in MODES if is_of_launchers(asdict(mode))}
+    in_launchers = {mode.name for mode in MODES if mode.is_of_launchers}
     met = [cell for cell in newest if cell["mode"] in in_launchers and cell["strategy"] not in OF_NO_LAUNCHER]
     strategies = [strategy for strategy in DEEPSPEED_STRATEGIES if any(cell["strategy"] == strategy for cell in met)]
     width = LABEL_WIDTH + COLUMN * len(releases)

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 
@@ -14,7 +13,6 @@ from t5bench.record.ledger import (
     FORMAT,
     RIGHT,
     VERDICTS,
-    is_of_launchers,
     releases_in,
     spans_of,
     version_of,
@@ -55,7 +53,7 @@ def shorten(cells: Sequence[tables.Cell]) -> ReleaseVerdicts:
     modes = [
         TrainedMode(
             mode.name, mode.precision, mode.micro_batches, mode.clipping, mode.offload, mode.resumes,
-            is_of_launchers(asdict(mode)),
+            mode.is_of_launchers,
         )
         for mode in MODES
     ]  # fmt: skip

@@ -13,7 +13,6 @@ from ledger_runs import run_ledger
 from support import REPO_ROOT
 
 from t5bench.plan.ports import free_port
-from t5bench.record.ledger import is_of_launchers
 from t5bench.tools.ledger.changes import CHANGES
 from t5bench.tools.ledger.judge import RIGHT, WRONG
 from t5bench.tools.ledger.modes import MODES
@@ -42,7 +41,7 @@ def test_every_shape_is_a_mode_that_no_launcher_meets():
     from t5bench.tools.ledger import shapes
 
     assert list(shapes.SHAPES) == SHAPES
-    assert not any(is_of_launchers(vars(mode)) for mode in MODES if mode.shape)
+    assert not any(mode.is_of_launchers for mode in MODES if mode.shape)
     assert {change.shape for change in CHANGES} <= {"", *SHAPES}
 
 
