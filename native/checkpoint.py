@@ -11,8 +11,10 @@ Saving copies what the process writes, and a thread writes the copy while traini
 same, but has no place where the checkpoint can be sealed. Without memory for a copy, training waits.
 """
 
+import contextlib
 import os
 import pickle
+import re
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -163,11 +165,30 @@ def copies_of(pieces: Sequence[Piece]) -> list[Piece]:
 def has_memory_for(pieces: Sequence[Piece]) -> bool:
     """Whether this host's processes may all copy so much."""
     needed = sum(piece.tensor.nbytes for piece in pieces) * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        name, _, value = line.partition(":")
-        if name == "MemAvailable":
-            return needed < LARGEST_SHARE * int(value.split()[0]) * 1024
-    return False
+    return needed < LARGEST_SHARE * free_memory()
+
+
+def free_memory(root: Path = Path("/")) -> int:
+    """Bytes that are free on this host and in the control groups of this process: a SLURM job or a container may have
+    a small share of the host. 0 if the kernel does not say."""
+    available = re.search(r"^MemAvailable: +(\d+) kB", (root / "proc/meminfo").read_text(), re.MULTILINE)
+    left = [int(available[1]) * 1024 if available else 0]
+    groups = ""
+    with contextlib.suppress(OSError):  # a kernel without control groups
+        groups = (root / "proc/self/cgroup").read_text()
+    for line in groups.splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers not in ("", "memory"):
+            continue
+        top = root / "sys/fs/cgroup" / controllers
+        own = top / path.lstrip("/")
+        for group in [own, *own.parents]:
+            if not group.is_relative_to(top):
+                break
+            for limit, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
+                with contextlib.suppress(OSError, ValueError):  # "max" is no limit
+                    left.append(int((group / limit).read_text()) - int((group / used).read_text()))
+    return max(0, min(left))
 
 
 # ---- loading ---------------------------------------------------------------------------------------------------------

@@ -287,3 +287,25 @@ def test_the_page_has_every_pair():
 )
 def test_every_setup_continues_every_other_s_run(family: str, precision: str, loss: float, norm: float):
     check(continuations(family, precision), loss, norm)
+
+
+@pytest.mark.parametrize(
+    ("files", "free"),
+    [
+        ({}, 8 << 30),
+        ({"sys/fs/cgroup/job/memory.max": "max", "sys/fs/cgroup/job/memory.current": "5"}, 8 << 30),
+        ({"sys/fs/cgroup/job/memory.max": "3000", "sys/fs/cgroup/job/memory.current": "1000"}, 2000),
+        ({"sys/fs/cgroup/memory.max": "3000", "sys/fs/cgroup/memory.current": "2500"}, 500),
+        ({"sys/fs/cgroup/job/memory.max": "1000", "sys/fs/cgroup/job/memory.current": "1500"}, 0),
+    ],
+)
+def test_a_copy_must_fit_into_the_jobs_share_of_the_host(tmp_path: Path, files: dict[str, str], free: int):
+    every = {
+        "proc/meminfo": "MemTotal: 9999999 kB\nMemAvailable: 8388608 kB\n",
+        "proc/self/cgroup": "0::/job\n",
+    } | files
+    for name, text in every.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    assert checkpoint.free_memory(tmp_path) == free
