@@ -24,7 +24,7 @@ from t5bench.costmodel.job import REDUCE_ONCE_RELEASE
 from t5bench.costmodel.layout import Layout
 from t5bench.plan.draft import Draft
 from t5bench.plan.interpreter import extensions_folder, plain_caches
-from t5bench.plan.releases import ask_ledger
+from t5bench.plan.releases import ask_costs, ask_ledger
 from t5bench.record.ds_config import check_strategy
 from t5bench.record.ledger import WRONG, look_up_torch, version_of
 from t5bench.record.machine import checksum, installed_version
@@ -303,6 +303,10 @@ def check_packages(draft: Draft, config: Mapping[str, Any] | None, layout: Layou
         draft.refuse("deepspeed-release", problem, f"Install the pinned release: {INSTALL}")
     elif answer.said:
         draft.notes.append(f"warning: DeepSpeed {version} may train this strategy wrong: {answer.said}")
+    costs = ask_costs(version, config, micro_batches=layout.micro_batches, pipeline_stages=layout.pp)
+    if costs and answer.verdict != WRONG:
+        counted = "counted on the native engine with a tiny T5: docs/generated/release_costs.md"
+        draft.notes.append(f"DeepSpeed {version}: an iteration of this strategy has {costs} ({counted})")
     return str(answer)
 
 

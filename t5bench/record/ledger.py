@@ -37,6 +37,55 @@ class LedgerAnswer:
     def __str__(self) -> str:
         return f"{self.verdict}: {self.said}" if self.said else self.verdict
 
+    @property
+    def is_right(self) -> bool:
+        """Also if it was measured in fp32 alone."""
+        return self.verdict == RIGHT or self.verdict.endswith(RIGHT_IN_FP32.partition("; ")[2])
+
+
+@dataclass(frozen=True)
+class Increase:
+    """What an iteration costs more in some releases of DeepSpeed than in the one before: a tenth, or more than that."""
+
+    figure: str
+    """operators or bytes in collectives."""
+    times: float
+    """As many as in the release before."""
+    before: str
+    """The last release without the increase."""
+    since: str
+    last: str
+    """The last release that was counted with it."""
+    mended_in: str
+    """The first later release without it; "" if none that was counted."""
+    upstream: Sequence[str]
+    """Such as deepspeed#7885."""
+
+    @classmethod
+    def of(cls, content: Mapping[str, Any]) -> "Increase":
+        """From an entry of releases.json. Raises LookupError."""
+        named = [content[name] for name in ("figure", "times", "before", "since", "last")]
+        return cls(*named, content.get("mended_in", ""), content.get("upstream", []))
+
+    def holds_in(self, release: str) -> bool:
+        """Whether a release is one of those, or between two of them."""
+        try:
+            return version_of(self.since) <= version_of(release) <= version_of(self.last)
+        except ValueError:
+            return False
+
+    @property
+    def size(self) -> str:
+        more = f"{100 * (self.times - 1):.0f} % more" if self.times < 2 else f"{self.times:g} times as many"
+        return f"{more} {self.figure} {'than' if self.times < 2 else 'as'} under {self.before}"
+
+    def __str__(self) -> str:
+        mended = (
+            f"{self.mended_in} is without it" if self.mended_in else "no later release that was counted is without it"
+        )
+        reported = f" ({', '.join(self.upstream)})" if self.upstream else ""
+        return f"{self.size}, since {self.since}{reported}; {mended}"
+
 
 def version_of(release: str) -> tuple[int, ...]:
     """The numbers of a release: (0, 18, 2) of "0.18.2+cu124". Raises ValueError for a pre-release or none."""
@@ -191,6 +240,34 @@ def look_up(
     if any(cell["release"] and version_of(cell["release"]) == version for cell in ledger["cells"]):
         return LedgerAnswer(UNKNOWN)
     return _between(of_fp32, version, release)
+
+
+def look_up_costs(
+    release: str, strategy: str, *, precision: str, micro_batches: int, offload: bool = False, path: Path = VERDICTS
+) -> list[Increase]:
+    """What an iteration costs more in this release of DeepSpeed, in the way of training that a run is in.
+
+    What was counted in fp32 alone speaks for 16 bits: the same operators and collectives run there.
+    """
+    try:
+        content = json.loads(path.read_bytes())
+        modes = [
+            mode
+            for mode in content["modes"]
+            if mode["launchers"]
+            and (mode["micro_batches"] > 1) == (micro_batches > 1)
+            and mode["offload"] == offload
+            and not mode["resumes"]
+        ]
+        counted = {name for cost in content["costs"] for name in cost["modes"]}
+        own = {mode["name"] for mode in modes if mode["precision"] == precision} & counted
+        names = own or {mode["name"] for mode in modes if mode["precision"] == "fp32"}
+        costs = [
+            cost for cost in content["costs"] if cost["strategy"] == strategy and names.intersection(cost["modes"])
+        ]
+        return [increase for increase in map(Increase.of, costs) if increase.holds_in(release)]
+    except (OSError, ValueError, LookupError, TypeError):
+        return []  # look_up says that the file cannot be read
 
 
 def look_up_torch(

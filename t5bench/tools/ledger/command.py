@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -393,11 +394,10 @@ def printed_curves(directory: Path) -> tuple[Curves, Curves]:
     return Curves({}, {}), Curves(dict.fromkeys(range(1, ITERATIONS + 1), 1.0), {})
 
 
-def read_cells(path: Path) -> dict[tuple[str, ...], Cell]:
-    """The cells that earlier commands measured, by (torch, release, strategy, mode)."""
+def read_cells(path: Path) -> list[Cell]:
+    """The cells that earlier commands measured, the oldest first."""
     lines = path.read_text().splitlines() if path.exists() else []
-    cells = [Cell(**json.loads(line)) for line in lines]
-    return {(cell.torch, cell.release, cell.strategy, cell.mode): cell for cell in cells}
+    return [Cell(**json.loads(line)) for line in lines]
 
 
 def read_page(directory: Path) -> dict[tuple[str, ...], dict[str, Any]]:
@@ -481,43 +481,72 @@ class Progress:
         note(f"{label}  {describe(cell)}, {cell.seconds:.0f} s; about {left} left")
 
 
+def known_cells(column: Column, known: Iterable[Cell]) -> dict[tuple[str, str], Cell]:
+    """Those of the column's releases, by strategy and mode."""
+    own_torch = "" if column.torch else metadata.version("torch")
+
+    def has_its_torch(cell: Cell) -> bool:
+        if column.torch:  # which build of it is installed does not matter
+            return cell.torch.partition("+")[0] == column.torch.partition("+")[0]
+        return cell.torch == own_torch
+
+    of_release = [cell for cell in known if cell.release == column.release]
+    return {(cell.strategy, cell.mode): cell for cell in of_release if has_its_torch(cell)}
+
+
 def measure_column(
-    ledger: Ledger, column: Column, tokenizer: Path, code: str, progress: Progress, *, locates: bool
+    ledger: Ledger, column: Column, tokenizer: Path, code: str, progress: Progress, known: list[Cell], *, locates: bool
 ) -> None:
-    """Adds the cells that are not known yet to the results. Raises Problem."""
-    results = ledger.output / "cells.jsonl"
-    python = environments.base_python(column.torch)
-    folders = [environments.release_folder(column.release, python, column.torch)] if column.release else []
-    runs = ledger.output / "runs" / column.name.replace(" ", "-")
-    ledger.references.clear()  # by this torch
-    worker = Worker(python, folders, str(tokenizer), runs / "worker.log")
-    versions = worker.versions
-    torch = versions.get("torch", column.torch or "")
-    try:
+    """Adds the cells that are not known yet to those that are, also in the file. Raises Problem."""
+    of_column = known_cells(column, known)
+    with contextlib.ExitStack() as stack:
+        worker = None
         for strategy, mode in column.cells:
             label = progress.label(column, strategy, mode)
-            known = read_cells(results).get((torch, column.release, strategy, mode.name))
-            if known and known.code == code and not (locates and lacks_place(known, mode)):
-                note(f"{label}  {describe(known)} (known)")
+            before = of_column.get((strategy, mode.name))
+            if before and before.code == code and not (locates and lacks_place(before, mode)):
+                note(f"{label}  {describe(before)} (known)")
                 continue
             begin = time.monotonic()
-            directory = runs / strategy / mode.name.replace(" ", "-")
-            if "failed" in versions:
-                verdict = judge.Verdict(judge.DOES_NOT_RUN, sentence=versions["failed"])
-                seconds = 0.0
-            else:
-                verdict, seconds = ledger.measure(worker, strategy, mode, directory)
-            cell = Cell(
-                column.release, strategy, mode.name, **asdict(verdict), torch=torch,
-                python=versions.get("python", ""), seconds=round(seconds, 1), code=code,
-            )  # fmt: skip
-            if locates and lacks_place(cell, mode):
-                cell = replace(cell, where=ledger.locate(worker, strategy, mode, directory))
-            with results.open("a") as file:
+            if worker is None:
+                worker = start_worker(ledger, column, tokenizer)
+                stack.callback(worker.end)
+            cell = measure_cell(ledger, worker, column, strategy, mode, code, locates=locates)
+            known.append(cell)
+            with (ledger.output / "cells.jsonl").open("a") as file:
                 file.write(json.dumps(asdict(cell)) + "\n")
             progress.tell(label, cell, time.monotonic() - begin)
-    finally:
-        worker.end()
+
+
+def runs_folder(ledger: Ledger, column: Column) -> Path:
+    return ledger.output / "runs" / column.name.replace(" ", "-")
+
+
+def start_worker(ledger: Ledger, column: Column, tokenizer: Path) -> Worker:
+    """The process of a column, whose releases are installed first. Raises Problem."""
+    python = environments.base_python(column.torch)
+    folders = [environments.release_folder(column.release, python, column.torch)] if column.release else []
+    ledger.references.clear()  # by this torch
+    return Worker(python, folders, str(tokenizer), runs_folder(ledger, column) / "worker.log")
+
+
+def measure_cell(
+    ledger: Ledger, worker: Worker, column: Column, strategy: str, mode: Mode, code: str, *, locates: bool
+) -> Cell:
+    directory = runs_folder(ledger, column) / strategy / mode.name.replace(" ", "-")
+    versions = worker.versions
+    if "failed" in versions:
+        verdict = judge.Verdict(judge.DOES_NOT_RUN, sentence=versions["failed"])
+        seconds = 0.0
+    else:
+        verdict, seconds = ledger.measure(worker, strategy, mode, directory)
+    cell = Cell(
+        column.release, strategy, mode.name, **asdict(verdict), torch=versions.get("torch", column.torch or ""),
+        python=versions.get("python", ""), seconds=round(seconds, 1), code=code,
+    )  # fmt: skip
+    if locates and lacks_place(cell, mode):
+        cell = replace(cell, where=ledger.locate(worker, strategy, mode, directory))
+    return cell
 
 
 def answer(args: argparse.Namespace) -> int:
@@ -537,7 +566,8 @@ def count_costs(args: argparse.Namespace) -> int:
     data = prepare_data(output / "data")
     ledger = Ledger(read_plans(output, data), output, args.limit)
     python = environments.base_python(None)
-    wanted = [(strategy, mode) for strategy, mode in wanted_cells(strategies, costs.MODES_COUNTED)]
+    modes = [mode for mode in MODES if mode.name in costs.MODES_COUNTED]
+    wanted = [(strategy, mode) for strategy in strategies for mode in modes]
     found: list[costs.Cost] = []
     torch = ""
     for number, release in enumerate(releases, 1):
@@ -553,6 +583,8 @@ def count_costs(args: argparse.Namespace) -> int:
         note(f"[{number}/{len(releases)}] DeepSpeed {release}: {len(wanted)} ways of training counted")
     page = args.page or output
     costs.write(page, found, torch)
+    if page.resolve() == DATA.parent:  # launchers read what a release costs, too
+        verdicts.write(list(read_page(page).values()))
     note(f"the table: {page / 'release_costs.md'}; also as .json")
     return 0
 
@@ -583,16 +615,18 @@ def run(args: argparse.Namespace) -> int:
     ledger = Ledger(read_plans(output, data), output, args.limit)
     code = code_digest()
     progress = Progress(sum(len(column.cells) for column in wanted))
+    known = read_cells(output / "cells.jsonl")
     failed = False
     for column in wanted:
         try:
-            measure_column(ledger, column, data / "tokenizer", code, progress, locates=args.locate)
+            measure_column(ledger, column, data / "tokenizer", code, progress, known, locates=args.locate)
         except Problem as problem:
             note(f"error: {column.name} was not measured: {problem.found}")
             note(f"       {problem.remedy}")
             failed = True
-    known = read_cells(output / "cells.jsonl")
-    measured = {key: asdict(cell) for key, cell in known.items() if cell.code == code}
+    measured = {
+        (cell.torch, cell.release, cell.strategy, cell.mode): asdict(cell) for cell in known if cell.code == code
+    }
     page = args.page or output
     cells = list((kept | measured).values())
     tables.write(page, cells)

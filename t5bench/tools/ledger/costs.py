@@ -17,9 +17,10 @@ from t5bench import REPOSITORY
 from t5bench.record.files import write_whole
 from t5bench.tools.ledger import tables
 from t5bench.tools.ledger.changes import ISSUES
+from t5bench.tools.ledger.releases import Figure, ReleaseCost
 
 FORMAT = 1
-MODES_COUNTED = ("fp32", "bf16")
+MODES_COUNTED = ("fp32", "bf16", "one micro-batch")
 PHASES = ("forward", "backward", "update", "other")
 # How many functions of DeepSpeed a change names, those first whose calls changed the most.
 MOST_FUNCTIONS = 3
@@ -28,12 +29,19 @@ MIB = 1 << 20
 LARGE = 0.05
 ZERO_1_AND_2 = ("zero1", "zero2")
 ZERO_3 = ("zero3", "zero3_offload")
+# What launchers say: which figures, and from how many times as much on.
+FIGURES_NOTED: tuple[Figure, ...] = ("operators", "bytes in collectives")
+MATTERS = 1.1
 # What people have reported: of which release and strategies, and which release mends it.
 REPORTED = {
     ("0.18.5", (*ZERO_1_AND_2, *ZERO_3)): (7885, ""),
     ("0.18.9", ZERO_3): (7885, "mends "),
     ("0.19.0", ZERO_1_AND_2): (7885, "mends "),
     ("0.19.3", ZERO_3): (8148, ""),
+}
+REPORTS = {
+    "deepspeed#7885": "ZeRO-2 is slow: each gradient's hook counts the parameters of the whole graph again",
+    "deepspeed#8148": "ZeRO-3 gathers parameters again that it had kept",
 }
 DATA = REPOSITORY / "docs" / "generated" / "release_costs.json"
 INTRODUCTION = """# What a release of DeepSpeed costs
@@ -91,6 +99,7 @@ class Cost:
             found[f"bytes in {row['kind']}"] = found.get(f"bytes in {row['kind']}", 0) + row["count"] * row["bytes"]
         found["calls of DeepSpeed's Python"] = sum(self.counts["deepspeed_calls"].values())
         found["bytes that tensors hold"] = self.counts["tensor_bytes"]
+        found["bytes more at the peak"] = self.counts["peak_bytes"]
         return found
 
 
@@ -213,13 +222,62 @@ def write(directory: Path, costs: Sequence[Cost], torch: str) -> None:
     write_whole(directory / "release_costs.json", to_json(ordered, torch))
 
 
+def read(path: Path = DATA) -> list[dict[str, Any]]:
+    """The rows of release_costs.json; none without it. Raises OSError and ValueError."""
+    if not path.exists():
+        return []
+    rows: list[dict[str, Any]] = json.loads(path.read_text())["costs"]
+    return [row for row in rows if "totals" in row]
+
+
+def increases(rows: Iterable[Mapping[str, Any]]) -> list[ReleaseCost]:
+    """Where an iteration costs at least MATTERS times as much as in the release before; modes that agree share one."""
+    ways: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        ways.setdefault((row["strategy"], row["mode"]), []).append(row)
+    found: dict[tuple[str, ...], ReleaseCost] = {}
+    for (strategy, mode), own in ways.items():
+        own.sort(key=lambda row: Version(row["release"]))
+        for figure in FIGURES_NOTED:
+            for increase in increases_of(strategy, figure, {row["release"]: row["totals"][figure] for row in own}):
+                key = (strategy, figure, str(increase.times), increase.before, increase.since, increase.last)
+                found.setdefault(key, increase).modes.append(mode)
+    return sorted(found.values(), key=lambda cost: (cost.strategy, Version(cost.since), cost.figure))
+
+
+def increases_of(strategy: str, figure: Figure, values: Mapping[str, int]) -> list[ReleaseCost]:
+    """Of one figure by release, the oldest first. An increase lasts as long as the figure stays as large."""
+    found = []
+    releases = list(values)
+    for number, (before, since) in enumerate(pairwise(releases), 1):
+        least = MATTERS * values[before]
+        if values[since] < least:
+            continue
+        times = values[since] / values[before]
+        with_it = [since]
+        for release in releases[number + 1 :]:
+            if values[release] < least:
+                break
+            with_it.append(release)
+        later = releases[number + len(with_it) :]
+        reports = [
+            f"deepspeed#{issue}"
+            for (reported, strategies), (issue, verb) in REPORTED.items()
+            if reported == since and strategy in strategies and not verb
+        ]
+        increase = ReleaseCost(
+            strategy=strategy, modes=[], figure=figure, times=round(times, 2 if times < 2 else 1), before=before,
+            since=since, last=with_it[-1], mended_in=later[0] if later else "", upstream=reports,
+        )  # fmt: skip
+        found.append(increase)
+    return found
+
+
 def of_release(release: str, strategies: Sequence[str], path: Path = DATA) -> Iterator[str]:
     """What the page says of a release against the one before it, in lines; nothing without the page's data."""
-    if not path.exists():
-        return
     ways: dict[str, list[dict[str, Any]]] = {}
-    for row in json.loads(path.read_text())["costs"]:
-        if row["mode"] == "fp32" and "totals" in row:
+    for row in read(path):
+        if row["mode"] == "fp32":
             ways.setdefault(row["strategy"], []).append(row)
     for strategy, rows in ways.items():
         for before, after in pairwise(rows):

@@ -7,14 +7,16 @@ in which order parameters are used, everything of this process is counted by the
 - collectives by kind, with their bytes and the number of ranks,
 - calls of Python functions of DeepSpeed, by function,
 
-and after the iteration the memory that all tensors hold together.
+the memory that all tensors hold together after the iteration, and the most that they hold during it beyond what they
+held before. What operators and libraries allocate for themselves is in neither.
 """
 
 import gc
 import json
 import sys
+import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import wraps
 from pathlib import Path
 from types import FrameType
@@ -31,6 +33,41 @@ OTHER = "other"
 COPIES = {"copy_", "_to_copy", "clone", "_foreach_copy_"}
 # Fewer iterations are not enough: ZeRO-3 writes down the order of its modules in the first ones.
 COUNTED = 5
+# gloo's threads free the tensors of a collective, such as a norm, a moment later, and at another one in every run.
+SMALLEST_FOLLOWED = 1024  # bytes
+
+
+class LiveStorages:
+    """The bytes of all storages that are alive, followed by weak references."""
+
+    def __init__(self, smallest: int = 0) -> None:
+        self._smallest = smallest  # in bytes; smaller ones are left out
+        self._sizes: dict[int, int] = {}
+        self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self.bytes = 0
+        self.peak = 0
+
+    def see(self, values: Any) -> None:
+        """Adds the storages of new tensors, and notices those that were resized."""
+        for leaf in tree_leaves(values):
+            if isinstance(leaf, Tensor) and not leaf.is_meta:
+                self._see(leaf.untyped_storage())
+
+    def _see(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key not in self._sizes:
+            if storage.nbytes() < self._smallest:
+                return
+            # PyTorch keeps this object as long as the memory that it stands for.
+            self._references[key] = weakref.ref(storage, lambda _: self._forget(key))
+        size = storage.nbytes()
+        self.bytes += size - self._sizes.get(key, 0)
+        self._sizes[key] = size
+        self.peak = max(self.peak, self.bytes)
+
+    def _forget(self, key: int) -> None:
+        self.bytes -= self._sizes.pop(key)
+        del self._references[key]
 
 
 class Counts(TorchDispatchMode):
@@ -44,6 +81,8 @@ class Counts(TorchDispatchMode):
         self.copied_bytes: Counter[str] = Counter()
         self.collectives: Counter[tuple[str, str, int, int]] = Counter()
         self.calls: Counter[str] = Counter()
+        self.storages = LiveStorages(SMALLEST_FOLLOWED)
+        self._held_before = 0
         self._root = str(Path(sys.modules["deepspeed"].__file__).parent)  # type: ignore[arg-type]
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -53,10 +92,17 @@ class Counts(TorchDispatchMode):
             return function(*args, **(kwargs or {}))
         self.operators[self.phase] += 1
         result = function(*args, **(kwargs or {}))
+        self.storages.see(result)
         if name in COPIES:
             self.copies[self.phase] += 1
             self.copied_bytes[self.phase] += _bytes(result)
         return result
+
+    def begin(self) -> None:
+        """To be called before the iteration."""
+        for tensor in _tensors():
+            self.storages.see([tensor, tensor.grad if tensor.is_leaf else None])
+        self._held_before = self.storages.bytes
 
     def profile(self, frame: FrameType, event: str, _: Any) -> None:
         """For sys.setprofile."""
@@ -74,6 +120,7 @@ class Counts(TorchDispatchMode):
             "collectives": [dict(zip(("phase", "kind", "ranks", "bytes", "count"), row, strict=True)) for row in rows],
             "deepspeed_calls": dict(sorted(self.calls.items())),
             "tensor_bytes": _held_bytes(),
+            "peak_bytes": self.storages.peak - self._held_before,
         }
 
 
@@ -98,14 +145,19 @@ def _ranks(args: Any) -> int:
     return 0
 
 
-def _held_bytes() -> int:
-    """Of the storages of all tensors that Python can reach."""
-    storages = {}
+def _tensors() -> Iterator[Tensor]:
+    """Those that Python can reach."""
     for found in gc.get_objects():
         if isinstance(found, Tensor) and not found.is_meta:
-            storage = found.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())
+            yield found
+
+
+def _held_bytes() -> int:
+    """Of the storages of all tensors that Python can reach."""
+    held = LiveStorages()
+    for tensor in _tensors():
+        held.see(tensor)
+    return held.bytes
 
 
 def count_iteration(path: Path) -> None:
@@ -139,6 +191,7 @@ def count_iteration(path: Path) -> None:
         if begun != COUNTED:
             return train(trainer, micro_batches)
         gc.collect()
+        counts.begin()
         gc.disable()  # a collection would call finalizers at another place each time
         sys.setprofile(counts.profile)
         try:

@@ -18,6 +18,9 @@ Spans = Annotated[
 ]
 
 
+Figure = Literal["operators", "bytes in collectives"]
+
+
 class TrainedMode(msgspec.Struct):
     """A way of training in which releases were tried."""
 
@@ -64,6 +67,26 @@ class ReleaseFault(msgspec.Struct, omit_defaults=True, kw_only=True):
     mended_in: Annotated[str, Meta(description="the first later release that is right, of those that were tried")] = ""
 
 
+class ReleaseCost(msgspec.Struct, omit_defaults=True, kw_only=True):
+    """Releases of DeepSpeed in which an iteration costs at least a tenth more than in the one before them.
+
+    Counted, not timed, in one process of two, on a CPU, with the native engine and a tiny T5.
+    """
+
+    strategy: str
+    modes: list[str]
+    figure: Annotated[
+        Figure,
+        Meta(description="operators that PyTorch runs, copies among them, or bytes that collectives are about"),
+    ]
+    times: Annotated[float, Meta(description="as many as in the release before; 1.36 is 36 % more")]
+    before: Annotated[str, Meta(description="the last release without the increase")]
+    since: Annotated[str, Meta(description="the first release with it")]
+    last: Annotated[str, Meta(description="the last one that was counted with it, without a break")]
+    mended_in: Annotated[str, Meta(description="the first later release without it, of those that were counted")] = ""
+    upstream: Annotated[list[str], Meta(description="issues and pull requests that report it; see upstream below")] = []
+
+
 class ReleaseVerdicts(msgspec.Struct):
     """Which releases of DeepSpeed and PyTorch train which strategy correctly, measured on CPUs over gloo.
 
@@ -75,6 +98,7 @@ class ReleaseVerdicts(msgspec.Struct):
     modes: list[TrainedMode]
     measured: list[MeasuredReleases]
     faults: list[ReleaseFault]
+    costs: list[ReleaseCost]
     upstream: Annotated[
         dict[str, list[str]], Meta(description="of each issue or pull request its address, and what it says")
     ]

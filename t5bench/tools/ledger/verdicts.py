@@ -13,12 +13,13 @@ from t5bench.record.ledger import (
     FORMAT,
     RIGHT,
     VERDICTS,
+    Increase,
     releases_in,
     spans_of,
     version_of,
 )
 from t5bench.tools.ledger import costs, tables
-from t5bench.tools.ledger.changes import CHANGES
+from t5bench.tools.ledger.changes import CHANGES, ISSUES
 from t5bench.tools.ledger.modes import MODES, OF_NO_LAUNCHER
 from t5bench.tools.ledger.releases import (
     MeasuredReleases,
@@ -32,8 +33,8 @@ SCHEMA = "releases.schema.json"
 LIBRARIES = {"deepspeed": "DeepSpeed", "torch": "PyTorch"}
 
 
-def shorten(cells: Sequence[tables.Cell]) -> ReleaseVerdicts:
-    """What launchers and other projects need of the ledger's cells."""
+def shorten(cells: Sequence[tables.Cell], counted: Path = costs.DATA) -> ReleaseVerdicts:
+    """What launchers and other projects need of the ledger's cells, and of the page of costs if it is there."""
     measured = []
     faults: list[ReleaseFault] = []
     upstream: dict[str, list[str]] = {}
@@ -50,6 +51,10 @@ def shorten(cells: Sequence[tables.Cell]) -> ReleaseVerdicts:
         for name in change.names:
             if any(name in fault.upstream for fault in faults):
                 upstream[name] = [change.address(name), change.what]
+    increases = costs.increases(costs.read(counted))
+    for name, report in costs.REPORTS.items():
+        if any(name in increase.upstream for increase in increases):
+            upstream[name] = [f"{ISSUES}/{name.partition('#')[2]}", report]
     modes = [
         TrainedMode(
             mode.name, mode.precision, mode.micro_batches, mode.clipping, mode.offload, mode.resumes,
@@ -57,7 +62,7 @@ def shorten(cells: Sequence[tables.Cell]) -> ReleaseVerdicts:
         )
         for mode in MODES
     ]  # fmt: skip
-    return ReleaseVerdicts(FORMAT, modes, measured, faults, upstream)
+    return ReleaseVerdicts(FORMAT, modes, measured, faults, increases, upstream)
 
 
 def in_lines(verdicts: ReleaseVerdicts) -> str:
@@ -73,6 +78,7 @@ def in_lines(verdicts: ReleaseVerdicts) -> str:
         _lines("modes", map(json.dumps, content["modes"])),
         _lines("measured", measured),
         _lines("faults", map(json.dumps, content["faults"])),
+        _lines("costs", map(json.dumps, content["costs"])),
         f'"upstream": {{\n{said}\n}}',
     ]
     return "{\n" + ",\n".join(parts) + "\n}\n"
@@ -150,6 +156,7 @@ def answer(releases: Mapping[str, str], strategies: Sequence[str]) -> tuple[str,
             lines.append(f"  {words}")
             is_wrong = is_wrong or meets
         if measured.software == "deepspeed":
+            lines += [f"  {line}" for line in _costs_of_release(verdicts, known[0], strategies)]
             lines += [f"  cost of {words}" for words in costs.of_release(known[0], strategies)]
     return "\n".join(lines), is_wrong
 
@@ -193,6 +200,16 @@ def _of_release(
             meets = strategy not in OF_NO_LAUNCHER and not of_launchers.isdisjoint(fault.modes)
             for line in fault_lines(fault, verdicts.upstream):
                 yield f"  {line}", meets
+
+
+def _costs_of_release(verdicts: ReleaseVerdicts, release: str, strategies: Sequence[str]) -> Iterator[str]:
+    """A line for each way in which an iteration costs more than in an earlier release."""
+    for cost in verdicts.costs:
+        if strategies and cost.strategy not in strategies:
+            continue
+        increase = Increase.of(msgspec.to_builtins(cost))
+        if increase.holds_in(release):
+            yield f"an iteration of {cost.strategy} has {increase} (counted in {', '.join(cost.modes)})"
 
 
 def fault_lines(fault: ReleaseFault, upstream: Mapping[str, Sequence[str]]) -> list[str]:

@@ -21,6 +21,7 @@ from t5bench.record.ledger import (
     UNKNOWN,
     VERDICTS,
     look_up,
+    look_up_costs,
     look_up_torch,
     releases_in,
     size_in_words,
@@ -296,6 +297,11 @@ def test_what_the_ledger_says_of_a_release(capsys, monkeypatch):
     main(["ledger", "--answer", "0.18.5", "--strategies", "zero2"])
     said = capsys.readouterr().out
     assert "cost of zero2 against 0.18.4: operators 4,632 -> 24,512 (+429%); calls of DeepSpeed's Python" in said
+    main(["ledger", "--answer", "0.18.6", "--strategies", "zero2"])
+    said = capsys.readouterr().out
+    assert (
+        "has 5.3 times as many operators as under 0.18.4, since 0.18.5 (deepspeed#7885); 0.19.0 is without it" in said
+    )
     assert main(["ledger", "--answer", "torch==2.8.0+cu128"]) == 1
     assert "gradient norm 2 times as large" in capsys.readouterr().out
     assert main(["ledger", "--answer", "0.99"]) == 0
@@ -425,6 +431,26 @@ def test_every_release_has_an_environment_and_torch_one_without_deepspeed():
         columns_of("--torch", ",")
 
 
+def test_what_is_known_starts_no_process(monkeypatch, tmp_path):
+    (mode,) = (mode for mode in MODES if mode.name == "fp32")
+    known = [
+        command.Cell("0.19.8", "zero2", "fp32", RIGHT, None, "", 0.1, "", torch, "3.11.7", 1.0, "code")
+        for torch in (command.metadata.version("torch"), "2.8.0+cu128")
+    ]
+    ledger = argparse.Namespace(output=tmp_path)
+    monkeypatch.setattr(command, "start_worker", lambda *_: pytest.fail("a process was started"))
+
+    def measure(torch: str | None, release: str, code: str) -> None:
+        column = command.Column(torch, release, [("zero2", mode)])
+        command.measure_column(ledger, column, tmp_path, code, command.Progress(1), known, locates=False)
+
+    measure(None, "0.19.8", "code")
+    measure("2.8.0", "0.19.8", "code")
+    for torch, release, code in ((None, "0.19.8", "changed"), (None, "0.19.4", "code"), ("2.9.1", "0.19.8", "code")):
+        with pytest.raises(pytest.fail.Exception):
+            measure(torch, release, code)
+
+
 @pytest.mark.slow
 @pytest.mark.nightly
 def test_strategies_without_deepspeed_are_compared_with_ddp_and_that_with_one_process(tmp_path):
@@ -477,6 +503,7 @@ def counted(release: str, calls: dict[str, int], operators: int = 10, gathered: 
         "collectives": collectives if gathered else [],
         "deepspeed_calls": calls,
         "tensor_bytes": 1 << 20,
+        "peak_bytes": 1 << 20,
     }
     return Cost(release, "zero2", "fp32", counts)
 
@@ -507,6 +534,46 @@ def test_what_a_release_changed(tmp_path):
     assert not list(costs.of_release("0.10.0", ["zero1"], tmp_path / "release_costs.json"))
     costs.write(tmp_path, [before, counted("0.9.1", before.counts["deepspeed_calls"])], "2.13.0")
     assert "0.9.0 ->" not in (tmp_path / "release_costs.md").read_text(), "what changed nothing has no row"
+
+
+def test_an_increase_lasts_until_a_release_is_without_it():
+    values = {"0.1": 100, "0.2": 109, "0.3": 300, "0.4": 290, "0.5": 340, "0.9": 105, "0.10": 130}
+    found = [
+        (each.before, each.since, each.last, each.mended_in, each.times)
+        for each in costs.increases_of("zero2", "operators", values)
+    ]
+    assert found == [
+        ("0.2", "0.3", "0.5", "0.9", 2.8),
+        ("0.4", "0.5", "0.5", "0.9", 1.17),
+        ("0.9", "0.10", "0.10", "", 1.24),
+    ]
+    rows = [
+        {
+            "release": release,
+            "strategy": "zero2",
+            "mode": mode,
+            "totals": {"operators": value, "bytes in collectives": 8},
+        }
+        for mode in ("fp32", "bf16")
+        for release, value in values.items()
+    ]
+    assert [each.modes for each in costs.increases(rows)] == [["fp32", "bf16"]] * 3
+
+
+def test_what_a_run_of_a_launcher_costs_more(tmp_path):
+    def asked(
+        release: str, strategy: str, precision: str = "bf16", count: int = 8, *, offload: bool = False
+    ) -> list[str]:
+        found = look_up_costs(release, strategy, precision=precision, micro_batches=count, offload=offload)
+        return [f"{increase.figure} since {increase.since}" for increase in found]
+
+    assert asked("0.18.5", "zero2") == asked("0.18.6+own", "zero2", "fp16") == ["operators since 0.18.5"]
+    assert asked("0.19.7", "zero3") == asked("0.19.3", "zero3_offload") == ["bytes in collectives since 0.19.3"]
+    assert not asked("0.19.7", "zero3", count=1), "the embedding is gathered once in each micro-batch"
+    assert not asked("0.18.6", "zero2", offload=True), "not counted"
+    assert not asked("0.18.4", "zero2") and not asked("0.19.0", "zero2") and not asked("newest", "zero2")
+    nothing = look_up_costs("0.18.5", "zero2", precision="bf16", micro_batches=8, path=tmp_path / "none.json")
+    assert nothing == []
 
 
 @pytest.mark.slow
