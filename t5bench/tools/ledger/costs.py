@@ -46,13 +46,22 @@ REPORTS = {
 DATA = REPOSITORY / "docs" / "generated" / "release_costs.json"
 INTRODUCTION = """# What a release of DeepSpeed costs
 
-One iteration of the native engine (a tiny T5, four micro-batches, two processes) under each release, counted on one
-process and not timed: operators that PyTorch runs, copies among them, collectives, calls of Python functions of
-DeepSpeed, and the memory that tensors hold after it. Two runs of a release count the same. A row says what changed
-against the release before it in the list; releases that changed nothing have none.
+One iteration of the native engine (a tiny T5, four micro-batches or one, two processes) under each release, counted on
+one process and not timed: operators that PyTorch runs, copies among them, collectives, calls of Python functions of
+DeepSpeed, the memory that tensors hold after it, and how much more they hold at its peak. Two runs of a release count
+the same. A row says what changed against the release before it in the list; releases that changed nothing have none.
+Launchers note an increase of a tenth or more in operators or in bytes of collectives, if it concerns their run.
 
 More operators and more Python calls cost time where a GPU waits for the host: small layers, small micro-batches, fast
 GPUs. Collectives and bytes cost time everywhere. A count says nothing of how fast a kernel is.
+
+The peak is the largest sum of the storages that are alive in PyTorch at one time, those of at least 1 KiB. What kernels
+and communication libraries allocate for themselves is not in it, nor what an allocator loses between blocks. ZeRO-1 and
+ZeRO-2 allocate their bucket anew in every iteration: it has 500 million elements, whatever the model.
+
+Not counted, because a CPU shows neither: on which stream a collective runs (on a CPU DeepSpeed makes no streams), and
+copies between host and device (what ZeRO-3 offload moves is on the same device there, and some of its copies are left
+out).
 
 ```
 python -m t5bench ledger --costs                                     # all releases
@@ -84,6 +93,7 @@ class Cost:
             "collectives": sum(row["count"] for row in collectives),
             "bytes in collectives": sum(row["count"] * row["bytes"] for row in collectives),
             "calls of DeepSpeed's Python": sum(self.counts["deepspeed_calls"].values()),
+            "bytes more at the peak": self.counts["peak_bytes"],
         }
 
     @property

@@ -10,6 +10,7 @@ from itertools import product
 from math import nan
 
 import pytest
+import torch
 from ledger_runs import run_ledger
 from support import REPO_ROOT
 
@@ -30,6 +31,7 @@ from t5bench.record.ledger import (
 from t5bench.tools.ledger import command, costs, tables, verdicts
 from t5bench.tools.ledger.changes import CHANGES
 from t5bench.tools.ledger.costs import Cost
+from t5bench.tools.ledger.counts import LiveStorages
 from t5bench.tools.ledger.judge import DOES_NOT_RUN, RIGHT, WRONG, Curves, Verdict, judge, why
 from t5bench.tools.ledger.modes import MODES, RELEASES, STRATEGIES, deepspeed_json
 from t5bench.tools.ledger.releases import read_verdicts
@@ -446,9 +448,13 @@ def test_what_is_known_starts_no_process(monkeypatch, tmp_path):
 
     measure(None, "0.19.8", "code")
     measure("2.8.0", "0.19.8", "code")
-    for torch, release, code in ((None, "0.19.8", "changed"), (None, "0.19.4", "code"), ("2.9.1", "0.19.8", "code")):
+    for other_torch, release, code in (
+        (None, "0.19.8", "changed"),
+        (None, "0.19.4", "code"),
+        ("2.9.1", "0.19.8", "code"),
+    ):
         with pytest.raises(pytest.fail.Exception):
-            measure(torch, release, code)
+            measure(other_torch, release, code)
 
 
 @pytest.mark.slow
@@ -536,6 +542,20 @@ def test_what_a_release_changed(tmp_path):
     assert "0.9.0 ->" not in (tmp_path / "release_costs.md").read_text(), "what changed nothing has no row"
 
 
+def test_the_most_memory_that_is_held_at_one_time():
+    storages = LiveStorages(1024)
+    kept = torch.zeros(1024)
+    storages.see([kept, kept.view(32, 32), torch.zeros(8)])
+    assert storages.bytes == 4096, "a view holds nothing of its own, and small ones are left out"
+    storages.see(torch.zeros(2048))
+    assert (storages.bytes, storages.peak) == (4096, 12288), "the second was freed at once"
+    kept.untyped_storage().resize_(1024)
+    storages.see(kept[:8])
+    assert (storages.bytes, storages.peak) == (1024, 12288)
+    del kept
+    assert storages.bytes == 0
+
+
 def test_an_increase_lasts_until_a_release_is_without_it():
     values = {"0.1": 100, "0.2": 109, "0.3": 300, "0.4": 290, "0.5": 340, "0.9": 105, "0.10": 130}
     found = [
@@ -601,5 +621,6 @@ def test_a_release_counts_the_same_twice_and_a_planted_copy_is_seen(tmp_path):
         change.figure: change.after - change.before
         for change in costs.differences(figures["first"], figures["changed"])
     }
+    assert figures["first"]["bytes more at the peak"] > figures["first"]["bytes that tensors hold"], "its bucket"
     assert changed["copies"] == 4, "one for each micro-batch"
     assert changed["bytes copied"] == 16
