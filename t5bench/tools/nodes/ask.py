@@ -19,7 +19,7 @@ from t5bench.tools.nodes.findings import Finding
 CONNECT_SECONDS = 5
 # An ssh master process that stays in the background would keep our pipes open.
 SSH_OPTIONS = ("-T", "-o", f"ConnectTimeout={CONNECT_SECONDS}", "-o", "ControlMaster=no")
-PASSED_ON = ("NCCL_", "GLOO_", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES")
+PASSED_ON = ("NCCL_", "GLOO_", "UCX_", "FI_", "OMP_", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES")
 
 # What ssh prints, what the table shows for it, and what to do about {host}; the last entry covers everything else.
 SSH_FAILURES = (
