@@ -7,11 +7,11 @@ most of their error in common with it, because their layers compute the same pro
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import exp, log, sqrt
 
 from t5bench.costmodel import intervals, time
-from t5bench.costmodel.intervals import OF_LAYOUT, OF_SHAPE, Shape, Shift, shape_of
+from t5bench.costmodel.intervals import OF_SHAPE, Shape, Shift, own_error, shape_of
 from t5bench.costmodel.job import Job
 from t5bench.costmodel.machine import Machine
 
@@ -49,10 +49,8 @@ class Calibrated:
         return exp(self.shift.gpu)
 
     def machine(self, machine: Machine) -> Machine:
-        """The machine as the runs show it; `slower` comes on top. Links keep their figures."""
-        host = machine.host
-        seconds = host.operator_seconds * exp(self.shift.host - self.shift.gpu)
-        return replace(machine, measured_host=replace(host, operator_seconds=seconds))
+        """The machine as the runs show it; `slower` comes on top."""
+        return intervals.shifted(machine, self.shift)
 
     def seconds(self, job: Job, machine: Machine, backend: str = "nccl") -> float:
         """The seconds of an iteration."""
@@ -69,9 +67,9 @@ class Calibrated:
             return answers
         return [(more + doubt, less - doubt) for (more, less), doubt in zip(answers, doubts, strict=True)]
 
-    def own(self, job: Job) -> float:
+    def own(self, job: Job, machine: Machine) -> float:
         """The standard deviation of the part of a layout's error that no direction explains."""
-        return OF_LAYOUT if shape_of(job) in self.shapes else intervals.LAYOUT
+        return _of_layout(machine) if shape_of(job) in self.shapes else own_error(machine)
 
     @property
     def host(self) -> float:
@@ -117,7 +115,8 @@ def calibrate(runs: Sequence[MeasuredTime]) -> Calibrated:
             expected += sum(each * (new - old) for each, new, old in zip(response, following, position, strict=True))
             surprise = log(run.seconds) - expected
             spread = [sum(row[axis] * response[axis] for axis in range(count)) for row in covariance]
-            variance = sum(each * other for each, other in zip(response, spread, strict=True)) + OF_LAYOUT**2
+            variance = sum(each * other for each, other in zip(response, spread, strict=True))
+            variance += _of_layout(run.machine) ** 2
             following = [old + each * surprise / variance for old, each in zip(following, spread, strict=True)]
             covariance = [
                 [covariance[i][j] - spread[i] * spread[j] / variance for j in range(count)] for i in range(count)
@@ -138,6 +137,11 @@ def calibrate(runs: Sequence[MeasuredTime]) -> Calibrated:
         shapes=dict(zip(shapes, offsets, strict=True)),
         shape_doubts=dict(zip(shapes, zip(*shape_columns, strict=True), strict=True)),
     )
+
+
+def _of_layout(machine: Machine) -> float:
+    """Of a layout's own error, what those of its shape do not share."""
+    return sqrt(own_error(machine) ** 2 - OF_SHAPE**2)
 
 
 def _along(directions: Sequence[Shift], sizes: Sequence[float]) -> Shift:

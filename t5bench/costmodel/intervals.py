@@ -29,16 +29,21 @@ MEMORY = 1.054
 # Standard deviations of natural logarithms. A ratio has the errors of two layouts.
 LAYOUT = 0.107
 """Of what a layout does not share with others: evidence/grid.py's."""
+LAYOUT_ON_CPU = 0.15
+"""The same where processes on CPUs compute: what tests/costmodel/evidence/lab_choices.json's layouts show after one run
+of DDP."""
 SHARED = 0.85
 """The share of its variance that layouts of one shape have in common: what evidence/grid.py's pairs show that differ in
 pipeline stages alone. Layouts that differ in their shape have none."""
 OF_SHAPE = LAYOUT * sqrt(SHARED)
-OF_LAYOUT = LAYOUT * sqrt(1 - SHARED)
 GPU = sqrt((log(TIME) / Z) ** 2 - LAYOUT**2)
 """Of what all layouts share of the GPU: its rates in this software."""
 LINK = 0.30
 """Of the rate that collectives reach on a link that was not measured."""
 MEASURED_LINK = 0.10
+LATENCY = 0.6
+"""Of a message's latency between processes that compute on CPUs and so wait for each other: nine measurements on one
+machine, alone and beside other work, found 0.24 to 2.6 ms (docs/prediction_evidence.md)."""
 CPU_SPEED = 1.5
 """Of a CPU: nothing is known of its speed before a run calibrates it."""
 CPU_HOST = 0.30
@@ -65,13 +70,19 @@ class Shift:
     """Collectives inside of a node."""
     between: float = 0.0
     """Between nodes."""
+    latency: float = 0.0
+    """A message's latency, beside what its link does."""
 
     def times(self, size: float) -> "Shift":
-        return Shift(self.host * size, self.gpu * size, self.inside * size, self.between * size)
+        return Shift(self.host * size, self.gpu * size, self.inside * size, self.between * size, self.latency * size)
 
     def plus(self, other: "Shift") -> "Shift":
         return Shift(
-            self.host + other.host, self.gpu + other.gpu, self.inside + other.inside, self.between + other.between
+            self.host + other.host,
+            self.gpu + other.gpu,
+            self.inside + other.inside,
+            self.between + other.between,
+            self.latency + other.latency,
         )
 
 
@@ -80,25 +91,35 @@ def doubts(machine: Machine) -> list[Shift]:
     between = MEASURED_LINK if machine.between.is_measured else LINK
     links = [Shift(inside=LINK), Shift(between=between)]
     if not machine.device.memory:  # The same cores compute and start operators.
-        return [Shift(host=CPU_SPEED, gpu=CPU_SPEED), Shift(host=CPU_HOST), *links]
+        return [Shift(host=CPU_SPEED, gpu=CPU_SPEED), Shift(host=CPU_HOST), Shift(latency=LATENCY), *links]
     return [Shift(host=log(machine.host.uncertainty) / Z), Shift(gpu=GPU), *links]
 
 
-def _slower_link(link: Link, shift: float) -> Link:
-    factor = exp(shift)
-    return replace(link, bandwidth=link.bandwidth / factor, latency=link.latency * factor)
+def own_error(machine: Machine) -> float:
+    """The standard deviation of what a layout does not share with all others."""
+    return LAYOUT if machine.device.memory else LAYOUT_ON_CPU
+
+
+def _slower_link(link: Link, shift: float, latency: float) -> Link:
+    bandwidth = link.bandwidth / exp(shift)
+    slower = exp(shift + latency)
+    return replace(link, bandwidth=bandwidth, latency=link.latency * slower, straggling=link.straggling * slower)
+
+
+def shifted(machine: Machine, shift: Shift) -> Machine:
+    """A machine that differs from its figures; computing takes exp(shift.gpu) times as long besides."""
+    host = machine.host.operator_seconds * exp(shift.host - shift.gpu)  # what is slower slows the host down, too
+    return replace(
+        machine,
+        measured_host=replace(machine.host, operator_seconds=host),
+        inside=_slower_link(machine.inside, shift.inside, shift.latency),
+        between=_slower_link(machine.between, shift.between, shift.latency),
+    )
 
 
 def shifted_seconds(job: Job, machine: Machine, backend: str, slower: float, shift: Shift) -> float:
     """The seconds of an iteration on a machine that differs from its figures."""
-    host = machine.host.operator_seconds * exp(shift.host - shift.gpu)  # what is slower slows the host down, too
-    on = replace(
-        machine,
-        measured_host=replace(machine.host, operator_seconds=host),
-        inside=_slower_link(machine.inside, shift.inside),
-        between=_slower_link(machine.between, shift.between),
-    )
-    return time.iteration(job, on, backend, slower * exp(shift.gpu)).total
+    return time.iteration(job, shifted(machine, shift), backend, slower * exp(shift.gpu)).total
 
 
 def responses(
@@ -130,14 +151,15 @@ def factors(of: Sequence[tuple[float, float]], own: float) -> tuple[float, float
 
 
 def surely_slower(
-    ratio: float, of_slower: Sequence[tuple[float, float]], of_faster: Sequence[tuple[float, float]]
+    ratio: float, of_slower: Sequence[tuple[float, float]], of_faster: Sequence[tuple[float, float]], own: float
 ) -> bool:
     """Whether a layout that is predicted to take `ratio` times as long as another surely takes longer.
 
-    of_slower, of_faster: the responses of both. What they share cancels out as far as it matters to both.
+    of_slower, of_faster: the responses of both. What they share cancels out as far as it matters to both. own: the
+    standard deviation of what each does not share.
     """
     differences = [(slow[0] - fast[0], slow[1] - fast[1]) for slow, fast in zip(of_slower, of_faster, strict=True)]
-    lower, _ = factors(differences, LAYOUT * sqrt(2))
+    lower, _ = factors(differences, own * sqrt(2))
     return ratio > lower
 
 

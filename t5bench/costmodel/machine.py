@@ -20,6 +20,9 @@ class Link:
     bandwidth: float  # bytes per second in one direction
     latency: float = 0.0  # seconds of one message
     is_measured: bool = False  # the bandwidth is what collectives reach, not the link's data rate
+    straggling: float = 0.0
+    """Seconds that a collective waits for the slowest process after all have computed for one second; after other
+    times it grows with their square root, as delays that come by chance do."""
 
 
 @dataclass(frozen=True)

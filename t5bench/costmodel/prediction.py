@@ -86,7 +86,7 @@ class Prediction:
             return intervals.around(self.time.total, intervals.RATIO)
         if not self.machine.device.memory and not self.directions:
             return None
-        down, up = intervals.factors(self.responses, intervals.LAYOUT)
+        down, up = intervals.factors(self.responses, intervals.own_error(self.machine))
         return self.time.total / down, self.time.total * up
 
     @cached_property
@@ -98,7 +98,8 @@ class Prediction:
     def surely_slower_than(self, other: "Prediction") -> bool:
         """Whether it takes longer than the other, on the same machine, with 95 % certainty."""
         ratio = self.time.total / other.time.total
-        return ratio > 1 and intervals.surely_slower(ratio, self.responses, other.responses)
+        own = intervals.own_error(self.machine)
+        return ratio > 1 and intervals.surely_slower(ratio, self.responses, other.responses, own)
 
     @property
     def memory_interval(self) -> tuple[float, float] | None:
@@ -168,5 +169,6 @@ def with_link(device: Device, between: Link, per_node: int, host: Host | None = 
     """Nodes with these GPUs and this link between them. host: None where it was not measured."""
     inside = Link(device.nvlink or device.pcie, 10e-6)
     if not device.memory:  # Processes of a CPU wait for its cores, whether a message comes from their node or another.
-        inside = Link(5e9, between.latency if between.is_measured else 20e-6)
+        latency = between.latency if between.is_measured else 20e-6
+        inside = Link(5e9, latency, straggling=between.straggling)
     return Machine(device, inside, between, per_node, host)

@@ -190,7 +190,7 @@ class Search:
 def _predicted(option: Option, known: Calibrated) -> Expected:
     seconds = known.seconds(option.job, option.machine, option.backend)
     responses = known.responses(option.job, option.machine, option.backend)
-    down, _ = intervals.factors(responses, known.own(option.job))
+    down, _ = intervals.factors(responses, known.own(option.job, option.machine))
     return Expected(option, log(seconds), log(down) / Z, False)
 
 

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from math import prod
+from math import prod, sqrt
 from typing import NamedTuple
 
 from t5bench.costmodel import schedule
@@ -375,6 +375,7 @@ def iteration(job: Job, machine: Machine, backend: str = "nccl", slower: float =
     computing = m * sum(way.gpu for way in passes[busiest])
     alone = sum(way.seconds for way in passes[busiest])
     waiting = m * (forward[busiest] + backward[busiest] - alone)
+    waiting += _straggling_seconds(job, machine, busiest, m * alone)
     optimizer, offload = _update_seconds(job, machine.device, slower)
     return Time(
         computing=computing,
@@ -385,6 +386,20 @@ def iteration(job: Job, machine: Machine, backend: str = "nccl", slower: float =
         offload=offload,
         hidden=max(waits.hidden),
     )
+
+
+def _straggling_seconds(job: Job, machine: Machine, stage: int, computing: float) -> float:
+    """What a stage waits in an iteration for processes that chance delays, if it computes for so many seconds."""
+    parallel = job.parallel
+    link = machine.between if parallel.world > parallel.devices_per_node else machine.inside
+    if not link.straggling or parallel.world == 1:
+        return 0.0
+    meetings = 1  # at the end
+    for collective in collectives_of(job):
+        is_message = collective.kind in ("send", "send back")  # for which the schedule waits
+        if stage in collective.stages and collective.when.startswith("each") and not is_message:
+            meetings += collective.count
+    return link.straggling * sqrt(meetings * computing)
 
 
 @dataclass

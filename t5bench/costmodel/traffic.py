@@ -91,9 +91,11 @@ def _ddp(job: Job, stage: int) -> Iterator[Collective]:
     overlap = "" if buckets.casts_come_last(job) else "last backward"
     if job.parallel.puts_off_weights(stage):
         overlap = LAST_WEIGHTS
-    when = overlap or "after backward"
-    for size, count in Counter(buckets.ddp_buckets(job, stage)).items():
-        yield Collective("gradients", "data", "all-reduce", count, size, when, overlap)
+    sizes = buckets.ddp_buckets(job, stage)
+    for size, count in Counter(sizes[:-1]).items():
+        yield Collective("gradients", "data", "all-reduce", count, size, overlap or "after backward", overlap)
+    # Its last gradient, usually the tied embedding's, ends the backward pass.
+    yield Collective("gradients", "data", "all-reduce", 1, sizes[-1], "after backward")
 
 
 def _megatron_data_parallel(job: Job, stage: int) -> Iterator[Collective]:

@@ -1,5 +1,6 @@
 """What check_cluster.sh measured of the network, as a file: the check writes it, and predictions read it."""
 
+from math import sqrt
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -11,6 +12,8 @@ from t5bench.given_files import read_json
 
 MAKE_IT = "Make it with: bash scripts/check_cluster.sh --network FILE node0 node1"
 
+COMPUTING_SECONDS = 0.004
+"""Before each message of us_computing, as a layer of a small model."""
 # Far beyond what any network has: a value outside is a mistake in the file.
 Gigabits = Annotated[float, msgspec.Meta(ge=1e-6, le=1e6)]
 Microseconds = Annotated[float, msgspec.Meta(ge=1e-3, le=1e8)]
@@ -42,7 +45,14 @@ class Network(msgspec.Struct):
     def link(self) -> Link:
         """Between the nodes of a ring, as all of them together measured it."""
         slowest = self.together or min(self.pairs.values(), key=lambda pair: pair.gbit)
-        return Link(slowest.gbit * 1e9 / 8, slowest.us_computing * 1e-6, is_measured=True)
+        steps = 2 * (len(self.hosts) - 1) if self.together else 2
+        waiting = steps * (slowest.us_computing - slowest.us) * 1e-6
+        return Link(
+            slowest.gbit * 1e9 / 8,
+            slowest.us * 1e-6,
+            is_measured=True,
+            straggling=max(0.0, waiting) / sqrt(COMPUTING_SECONDS),
+        )
 
     def write(self, path: Path) -> None:
         """Raises OSError."""

@@ -112,6 +112,38 @@ def test_operations_with_recomputation():
     assert selective - none == 16 * 24 * 4 * 1024 * (512**2 + 128**2 + 128 * 512)
 
 
+def test_nothing_hides_the_last_bucket_of_ddp():
+    """It holds the tied embedding, whose gradient ends the backward pass."""
+    rows = list(traffic.collectives_of(replace(TWO_NODES, engine="native", precision="fp32")))
+    (last,) = [row for row in rows if not row.overlap]
+    assert last.count == 1 and last.bytes > 4 * LARGE.padded_vocabulary * LARGE.hidden
+    assert sum(row.count * row.bytes for row in rows) == 4 * PARAMETERS
+    assert sum(row.count for row in rows) > 10
+
+
+def test_collectives_wait_for_stragglers_as_long_as_chance_delays_add_up():
+    """With the root of what is computed in between, so that four times as many wait twice as long in all."""
+    fast = replace(SLOW, between=Link(1e15))
+    straggling = replace(fast, between=Link(1e15, straggling=0.1))
+
+    def waits(job: Job) -> float:
+        return time.iteration(job, straggling, "gloo").total - time.iteration(job, fast, "gloo").total
+
+    ddp = replace(TWO_NODES, engine="native", precision="fp32")
+    computing = time.iteration(ddp, fast, "gloo")
+    assert waits(ddp) == pytest.approx(0.1 * (computing.computing + computing.host) ** 0.5)
+    zero3 = replace(ddp, zero=Zero(3))
+    meetings = 1 + sum(row.count for row in traffic.collectives_of(zero3) if row.when.startswith("each"))
+    computing = time.iteration(zero3, fast, "gloo")
+    assert meetings > 100
+    assert waits(zero3) == pytest.approx(0.1 * (meetings * (computing.computing + computing.host)) ** 0.5)
+    # A pipeline's messages wait as its schedule says.
+    pipeline = replace(TWO_NODES.on(data=1, pipeline=2), engine="native", precision="fp32")
+    assert waits(pipeline) < 2 * waits(ddp)
+    alone = replace(ddp, parallel=Parallel(devices_per_node=1))
+    assert waits(alone) == 0
+
+
 def test_a_run_calibrates_all_others():
     """A machine that is three times slower at everything but its network is recognised from any strategy."""
     layouts = TWO_NODES.on(data=1, pipeline=2), TWO_NODES.on(data=1, tensor=2)

@@ -191,6 +191,14 @@ def test_a_signal_ends_the_sweep_and_the_same_command_continues(sweep: Project, 
     assert [row for row, _ in order(sweep)] == ["repeat1/ddp", "repeat1/ddp", "repeat1/zero1"], again.stderr
 
 
+def test_a_layout_that_ddp_would_refuse_starts_on_all_hosts(monkeypatch: pytest.MonkeyPatch):
+    """The hosts are asked of DDP's plan, which knows nothing of pipelines."""
+    monkeypatch.setenv("HOSTS", "node0 node1")
+    launch = Launch({"ENGINE": "native", "DEVICE": "cpu", "PIPELINE_PARALLEL_SIZE": "2"}, over_ssh=True)
+    script = launch._script(PlannedRun("pipeline", "pipeline"), Path("/runs/pipeline"), 1, "")
+    assert "export HOSTS='node0 node1'" in script and "export PIPELINE_PARALLEL_SIZE=2" in script
+
+
 def test_a_refused_attempt_leaves_what_the_next_one_resumes(tmp_path: Path):
     run = make_run(tmp_path / "ddp", status="crashed")
     before, launch = load(run), Launch({})

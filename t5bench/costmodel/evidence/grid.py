@@ -120,7 +120,8 @@ def predict(cells: Iterable[GridPoint], known: Calibrated = NOTHING_KNOWN) -> li
     judged = []
     for cell in cells:
         seconds = known.seconds(cell.job, cell.machine)
-        judged.append(PredictedPoint(cell, seconds, known.responses(cell.job, cell.machine), known.own(cell.job)))
+        responses = known.responses(cell.job, cell.machine)
+        judged.append(PredictedPoint(cell, seconds, responses, known.own(cell.job, cell.machine)))
     return judged
 
 
@@ -187,7 +188,7 @@ def verdict(judged: Sequence[PredictedPoint]) -> GridErrors:
             is_right = slow.cell.seconds >= fast.cell.seconds
             pairs += 1
             right += is_right
-            if intervals.surely_slower(slow.seconds / fast.seconds, slow.responses, fast.responses):
+            if intervals.surely_slower(slow.seconds / fast.seconds, slow.responses, fast.responses, intervals.LAYOUT):
                 sure += 1
                 wrong += not is_right
     regrets.sort()

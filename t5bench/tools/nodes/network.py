@@ -19,6 +19,7 @@ import time
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from t5bench.record.network import COMPUTING_SECONDS
 from t5bench.text import guard_streams
 
 if TYPE_CHECKING:
@@ -32,7 +33,6 @@ REPETITIONS = 5
 MESSAGE = 256 * 2**10  # of tensor parallelism in a small model
 FEWEST_MESSAGES = 20
 MOST_MESSAGES = 200
-COMPUTING_SECONDS = 0.004  # before each of them, as a layer of a small model
 doing = ["importing torch"]  # now: the last one
 
 

@@ -102,7 +102,12 @@ def candidates_of(args: argparse.Namespace, planned: Plan, tensor: int | None, p
     ranked = [each for each in space.ranked() if each.fits and each.start]
     if not ranked:
         raise Problem("the launchers can start none of the layouts that fit", "See: python -m t5bench layouts")
-    near = [each for each in ranked if each.seconds <= MOST_AS_FAST * ranked[0].seconds]
+    fastest = ranked[0]
+    near = [
+        each
+        for each in ranked
+        if each.seconds <= MOST_AS_FAST * fastest.seconds or not each.surely_slower_than(fastest)
+    ]
     return without_needless_recomputation(near)
 
 
@@ -174,7 +179,8 @@ def found(
         memory.failed[name] = fault
         search.failed.add(name)
     memory.write(runner.runs_dir)
-    draw(memory.moments, runner.runs_dir / PICTURE)
+    titles = {name: candidate.title for name, candidate in by_name.items()}
+    draw(memory.moments, titles, runner.runs_dir / PICTURE)
     return standing
 
 

@@ -1,26 +1,33 @@
 """The course of a search: minutes of runs against the possible regret."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from t5bench.costmodel.search import TOO_CLOSE
 from t5bench.tools.search.runs import Moment
 
+LARGEST = 100.0
+"""Per cent; it does not matter how much larger a possible regret is."""
 
-def draw(moments: Sequence[Moment], path: Path) -> None:
-    """An SVG file. After each run: how much slower than the fastest layout the named one is at most."""
+
+def draw(moments: Sequence[Moment], titles: Mapping[str, str], path: Path) -> None:
+    """An SVG file. After each run: which layout is named, and how much slower than the fastest it is at most.
+
+    titles: of layouts, by name.
+    """
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(6, 3.5), layout="constrained")
+    figure = Figure(figsize=(6.4, 3.4), layout="constrained")
     axes = figure.subplots()
     minutes = [moment.minutes for moment in moments]
-    percent = [100 * moment.possible_regret for moment in moments]
-    axes.step(minutes, percent, "k.-", where="post")
-    axes.axhline(100 * TOO_CLOSE, color="grey", linestyle=":")
-    axes.set(xlabel="minutes of runs", ylabel="possible regret, %", ylim=(0, None), xlim=(0, None))
-    named = ""
-    for moment in moments:
-        if moment.named != named:
-            axes.annotate(moment.named, (moment.minutes, 100 * moment.possible_regret), fontsize="x-small")
-        named = moment.named
+    percent = [min(LARGEST, 100 * moment.possible_regret) for moment in moments]
+    axes.step(minutes, percent, color="grey", linewidth=1, where="post")
+    for name in dict.fromkeys(moment.named for moment in moments):
+        own = [place for place, moment in enumerate(moments) if moment.named == name]
+        at = [minutes[place] for place in own]
+        axes.plot(at, [percent[place] for place in own], "o", label=titles.get(name, name))
+    axes.axhline(100 * TOO_CLOSE, color="grey", linestyle=":", label=f"{TOO_CLOSE:.0%}: the search may stop")
+    axes.set(xlabel="minutes of runs", ylabel="at most so much slower\nthan the fastest layout, %")
+    axes.set(ylim=(0, None), xlim=(0, None))
+    axes.legend(title="named after a run", fontsize="small", title_fontsize="small", frameon=False)
     figure.savefig(path, format="svg")

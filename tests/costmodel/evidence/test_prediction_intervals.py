@@ -1,6 +1,7 @@
 """The intervals of predictions: what sets them, what judges them, and that what is shown is what was computed."""
 
 import json
+from dataclasses import replace
 from math import exp, log
 
 import pytest
@@ -10,7 +11,7 @@ from t5bench.costmodel import intervals
 from t5bench.costmodel.achievable_rates import SOURCES
 from t5bench.costmodel.evidence.check import PredictedFigure
 from t5bench.costmodel.evidence.intervals import KINDS, JudgedInterval, judged, of_published, quantile, sets
-from t5bench.costmodel.job import Architecture, Job, Parallel
+from t5bench.costmodel.job import Architecture, Job, Parallel, Zero
 from t5bench.costmodel.machine import DEVICES, Link, Machine
 from t5bench.costmodel.prediction import Prediction
 from t5bench.costmodel.time import CPU
@@ -83,6 +84,20 @@ def test_a_calibrated_time_is_more_certain_and_a_cpu_has_no_other_interval():
     assert on_cpu.seconds_interval is on_cpu.memory_interval is None
     on_cpu = Prediction(job, Machine(CPU, Link(3e11), Link(1e10)), slower=1.5)
     assert on_cpu.seconds_interval == intervals.around(on_cpu.time.total, intervals.RATIO)
+
+
+def test_messages_of_cpus_are_doubted_more_than_their_link():
+    """A run that many messages limit says more of the latency than one that its bytes limit."""
+    slow = Link(1e8, 1e-4, is_measured=True, straggling=0.05)
+    machine = Machine(CPU, slow, slow, 1)
+    ddp = Job(GPT, Parallel(data=2, devices_per_node=1), 8, 16)
+    zero3 = replace(ddp, zero=Zero(3))
+    answers = [intervals.responses(job, machine, "gloo", 1.0, [intervals.Shift(latency=1.0)]) for job in (ddp, zero3)]
+    assert 0 < answers[0][0][0] < answers[1][0][0]
+    assert intervals.Shift(latency=intervals.LATENCY) in intervals.doubts(machine)
+    on_gpus = Machine(DEVICES["a100"], slow, slow, 1)
+    assert not any(direction.latency for direction in intervals.doubts(on_gpus))
+    assert intervals.own_error(machine) > intervals.own_error(on_gpus) == intervals.LAYOUT
 
 
 def test_layouts_that_cannot_be_told_apart_are_named():

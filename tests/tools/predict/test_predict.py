@@ -22,6 +22,7 @@ from t5bench.costmodel.presets import PRESETS
 from t5bench.plan.launchers import ALONE
 from t5bench.plan.planner import plan
 from t5bench.plan.space import Candidate, losers
+from t5bench.record.network import COMPUTING_SECONDS
 from t5bench.record.records import load
 from t5bench.report.tables import columns
 
@@ -136,13 +137,16 @@ def test_a_measured_network_is_predicted_with(capsys: pytest.CaptureFixture[str]
     tensor = make_run(tmp_path / "tensor", "tensor", **settings)
     words = "predict", tensor, "--calibrate", tensor, "--json"
     measured = json.loads(t5bench(capsys, *words, "--network", path)[1])
-    link = {"bandwidth": 0.2e9 / 8, "latency": 1e-3, "is_measured": True}
+    straggling = 2 * (1000 - 60) * 1e-6 / COMPUTING_SECONDS**0.5
+    link = {"bandwidth": 0.2e9 / 8, "latency": 60e-6, "is_measured": True, "straggling": straggling}
     assert measured["machine"]["between"] == pytest.approx(link)
-    stated = json.loads(t5bench(capsys, *words, "--link", 0.2 / 0.97, "--latency", 1000)[1])
+    path.write_text(json.dumps(NETWORK | {"pairs": {"node2": SLOW_PAIR | {"us_computing": 60.0}}}))
+    together = json.loads(t5bench(capsys, *words, "--network", path)[1])
+    stated = json.loads(t5bench(capsys, *words, "--link", 0.2 / 0.97, "--latency", 60)[1])
     assert stated["machine"]["between"]["is_measured"] is False
-    communication = [found["rows"][0]["seconds"]["communication"] for found in (measured, stated)]
-    assert communication[0] == pytest.approx(communication[1])
-    slower = "--link", 0.2, "--latency", 1000
+    waits = [found["rows"][0]["seconds"]["communication"] for found in (measured, together, stated)]
+    assert waits[0] > waits[1] == pytest.approx(waits[2])
+    slower = "--link", 0.2, "--latency", 60
     (row,) = json.loads(t5bench(capsys, *words, *slower, "--calibrate-network", path)[1])["rows"]
     assert row["seconds"]["total"] > 900  # as the link of the calibration reaches 3 % more
     both = "--calibrate-network", path, "--calibrate-link", 1
