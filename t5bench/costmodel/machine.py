@@ -61,7 +61,7 @@ class Host:
     """A node's CPU with its Python and PyTorch, which start every operator."""
 
     operator_seconds: float
-    """Seconds that the host spends on one of an engine's operators (operators.py counts them)."""
+    """Seconds that the host spends on one of an engine's operators (time.OPERATORS)."""
     uncertainty: float = 1.0
     """Factor: with 90 % certainty the cost lies between operator_seconds / uncertainty and operator_seconds x
     uncertainty."""

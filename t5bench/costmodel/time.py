@@ -27,11 +27,6 @@ FLASH_ON_HOPPER = 0.35
 # gloo's all-gather between two ranks takes this much longer than its bytes, between three or four no longer: measured
 # in tests/tools/nodes's lab from 0.25 to 15 MB at three rates (docs/prediction_evidence.md).
 GLOO_PAIR_GATHER = 1.5
-# Operators that a layer dispatches for one micro-batch, forward and backward with the gradients' accumulation (counted
-# with TorchDispatchMode); a third of them forward.
-ENCODER_OPERATORS = 74
-DECODER_OPERATORS = 125
-OTHER_OPERATORS = 60
 NORM_OPERATORS = 3  # a further norm's forward and backward, and its gradient's accumulation
 # For the gradient of one linear layer's weight where a zero-bubble schedule computes it later, counted likewise.
 WEIGHT_OPERATORS = 5
@@ -50,11 +45,10 @@ LOGIT_PASSES = 6
 NORM_PASSES = 2  # of a tensor that has a norm besides its block's first one
 # What Hugging Face's modules (transformers 4.57) add by running operators one by one, counted with TorchDispatchMode:
 # T5LayerNorm, which converts inputs of 2 bytes to 4 and back, and gelu_new. Their attention's passes over its scores,
-# with softmax in fp32. Operators of a layer of T5 v1.1's encoder and decoder in 16 bits.
+# with softmax in fp32.
 EAGER_RMS_NORM = {2: 15, 4: 5}
 EAGER_GELU = 16
 EAGER_SCORES = {2: 15, 4: 6}
-EAGER_OPERATORS = {"huggingface": (139, 211), "autocast": (159, 239)}
 ADDING_PASSES = 3  # over a gradient that is added to those of earlier micro-batches
 # Adam reads and writes fp32 master, two moments and gradient, and writes the 16-bit copy; norm and clipping read and
 # write the gradient once more.
@@ -64,6 +58,8 @@ CPU = Device("cpu", "", tensor=0.05, vector=0.05, memory=0, bandwidth=10e9, pcie
 CPU_ADAM = 1e9  # parameters per second of DeepSpeedCPUAdam on one socket
 # DeepSpeed's Python around every tensor of a micro-batch, in operators: gradient hooks, stage 3's fetching and
 # releasing. Estimated from CPU runs over unlimited links, where ZeRO-2 still takes 10 % and ZeRO-3 8 to 24 % longer.
+# DeepSpeed 0.19.8's own operators and calls of Python (docs/generated/release_costs.md), with a call at 6 % of an
+# operator, make it 5, 10 and 36.
 HOOK_OPERATORS = {0: 0, 1: 4, 2: 8, 3: 40}
 # FSDP2's for a layer and for the root in a micro-batch: gathering, copying, freeing (counted with TorchDispatchMode;
 # its Python between them is not counted).
@@ -73,6 +69,29 @@ FSDP2_ROOT_OPERATORS = 13
 ENCODER_TENSORS = 12
 DECODER_TENSORS = 20
 OTHER_TENSORS = 4
+
+
+@dataclass(frozen=True)
+class Operators:
+    """What a model dispatches for one micro-batch, forward and backward with the gradients' accumulation."""
+
+    encoder_layer: int
+    """Or a layer of a model with a single stack. A third is forward."""
+    decoder_layer: int
+    """With cross-attention."""
+    others: int
+    """Of embeddings, head and loss."""
+
+
+# Counted with TorchDispatchMode: tests/costmodel/count_operators.py does it for the two engines. Hugging Face's are of
+# T5 v1.1 in 16 bits.
+OPERATORS = {
+    "native": Operators(89, 162, 73),
+    "huggingface": Operators(139, 211, 60),
+    "autocast": Operators(159, 239, 60),
+}
+FUSED_OPERATORS = Operators(74, 125, 60)
+"""Of Megatron-DeepSpeed with its fused kernels, and of other software."""
 
 
 @dataclass(frozen=True)
@@ -241,7 +260,7 @@ def stage_seconds(job: Job, machine: Machine, stage: int, slower: float = 1.0) -
             core += layers * layer.core
     head = _head_seconds(job, rates) if part.head else 0.0
     operators = _layer_operators(job, part)
-    others = OTHER_OPERATORS if part.head else 0
+    others = _operators(job).others if part.head else 0
     recomputed = {"none": 0.0, "selective": core, "full": forward}[job.recompute]
     operators_again = {"none": 0.0, "selective": operators / 18, "full": operators / 3}[job.recompute]
 
@@ -316,15 +335,19 @@ def _head_seconds(job: Job, rates: Rates) -> float:
     return 2 * job.micro_batch * multiply_adds(a)["head"] / t / rates.products + logits * passes * rates.element
 
 
+def _operators(job: Job) -> Operators:
+    return OPERATORS.get(job.engine, FUSED_OPERATORS)
+
+
 def _layer_operators(job: Job, part: Stage) -> int:
     """Operators that the layers of a stage dispatch for one micro-batch, forward and backward."""
     a = job.architecture
-    alone, with_cross_attention = EAGER_OPERATORS.get(job.engine, (ENCODER_OPERATORS, DECODER_OPERATORS))
+    operators = _operators(job)
     has_three_blocks = a.cross_attention and not a.merged_attention
-    decoder = with_cross_attention if has_three_blocks else alone
+    decoder = operators.decoder_layer if has_three_blocks else operators.encoder_layer
     norms = (2 if a.post_norms else 0) + (2 if a.query_key_norms else 0)
     further = NORM_OPERATORS * norms * (part.encoder_layers + part.decoder_layers)
-    return alone * part.encoder_layers + decoder * part.decoder_layers + further
+    return operators.encoder_layer * part.encoder_layers + decoder * part.decoder_layers + further
 
 
 def _hook_operators(job: Job, part: Stage) -> int:

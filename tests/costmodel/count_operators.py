@@ -1,6 +1,6 @@
-"""Counts the operators that an engine dispatches in an iteration: the figures of t5bench/costmodel/operators.py.
+"""Counts the operators that an engine dispatches in an iteration: the figures of OPERATORS in costmodel/time.py.
 
-    python tests/costmodel/count_operators.py [--tensor 2] [--megatron DIRECTORY] [SETTING=VALUE...]
+    python tests/costmodel/count_operators.py [--launcher NAME] [--processes N] [SETTING=VALUE...]
 
 trains tiny models of two depths with two and three micro-batches on CPUs, with the arguments that the launcher plans,
 and prints what a layer adds to each micro-batch, what a micro-batch adds, and what is left of an iteration.

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from t5bench.costmodel import flops, schedule, time, traffic
 from t5bench.costmodel.job import Architecture, FullySharded, Job, Parallel, Zero
-from t5bench.costmodel.machine import DEVICES, Link, Machine
+from t5bench.costmodel.machine import DEVICES, Host, Link, Machine
 
 LARGE = Architecture(24, 24, 1024, 16, 64, 2816, 512, 128, 32128)
 PARAMETERS = 612_998_528
@@ -160,7 +160,7 @@ def test_communication_is_hidden_behind_computing():
     assert 0 < zero3.hidden <= zero3.computing + zero3.host
     native, other = (replace(TWO_NODES, engine=engine, precision="fp32") for engine in ("native", "megatron"))
     hidden = time.iteration(native, SLOW)
-    assert hidden.hidden > 0 and hidden.total < time.iteration(other, SLOW).total
+    assert hidden.hidden > 0 and hidden.communication < time.iteration(other, SLOW).communication
     # With 16-bit copies and several micro-batches its gradients are there only when backward has ended.
     assert time.iteration(replace(native, precision="bf16"), SLOW).hidden == 0
     assert time.iteration(replace(native, precision="bf16", global_batch=2), SLOW).hidden > 0
@@ -217,7 +217,8 @@ def test_a_sender_waits_in_megatrons_pipeline_alone():
     pipeline = replace(TWO_NODES, parallel=Parallel(pipeline=2, devices_per_node=1))
     (send,) = (row for row in traffic.collectives_of(pipeline) if row.kind == "send")
     message = time.collective_seconds(send, pipeline, SLOW)
-    native, megatron = (time.iteration(replace(pipeline, engine=engine), SLOW) for engine in ("native", "megatron"))
+    machine = replace(SLOW, measured_host=Host(1e-9))  # as good for either engine
+    native, megatron = (time.iteration(replace(pipeline, engine=engine), machine) for engine in ("native", "megatron"))
     assert megatron.communication - native.communication == pytest.approx(pipeline.micro_batches * message)
     assert megatron.total > native.total
 

@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     for name in (*LAYOUT_SETTINGS, *CHOSEN):  # each run has its layout's
         os.environ.pop(name, None)
     planned = plan_of_hosts(args)
-    candidates = candidates_of(args, planned, tensor, pipeline)
+    candidates = that_may_be_fastest(launchable(args, planned, tensor, pipeline))
     by_name = {name_of(candidate): candidate for candidate in candidates}
     options = [Option(name, each.job, each.machine, each.backend) for name, each in by_name.items()]
     memory = remembered(args.runs_dir, question(args, planned, candidates[0]))
@@ -81,8 +81,8 @@ def plan_of_hosts(args: argparse.Namespace) -> Plan:
     return planned
 
 
-def candidates_of(args: argparse.Namespace, planned: Plan, tensor: int | None, pipeline: int | None) -> list[Candidate]:
-    """The layouts that may be the fastest, by predicted time. Raises Problem if there are none."""
+def launchable(args: argparse.Namespace, planned: Plan, tensor: int | None, pipeline: int | None) -> list[Candidate]:
+    """All layouts that fit and that the launchers can start, by predicted time. Raises Problem if there are none."""
     assert planned.layout
     model = asked_model(argparse.Namespace(model=None, vocabulary=None))
     per_node = planned.layout.nproc_per_node
@@ -102,17 +102,17 @@ def candidates_of(args: argparse.Namespace, planned: Plan, tensor: int | None, p
     ranked = [each for each in space.ranked() if each.fits and each.start]
     if not ranked:
         raise Problem("the launchers can start none of the layouts that fit", "See: python -m t5bench layouts")
+    return ranked
+
+
+def that_may_be_fastest(ranked: Sequence[Candidate]) -> list[Candidate]:
+    """Without those that recompute what would fit as well, and those that are far slower whatever is not known."""
     fastest = ranked[0]
-    near = [
+    candidates = [
         each
         for each in ranked
         if each.seconds <= MOST_AS_FAST * fastest.seconds or not each.surely_slower_than(fastest)
     ]
-    return without_needless_recomputation(near)
-
-
-def without_needless_recomputation(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Without those that recompute what would fit as well."""
     jobs = {each.job for each in candidates}
     return [
         each for each in candidates if each.job.recompute == "none" or replace(each.job, recompute="none") not in jobs
