@@ -1,4 +1,4 @@
-"""``python -m t5bench ledger``: trains every strategy under releases of DeepSpeed and PyTorch: which are right?
+"""``python -m t5bench ledger``: trains every strategy under releases of libraries: which are right?
 
 Each release is installed in a folder of its own (environments.py), and its cells are trained by one process that
 imports it once (worker.py). A cell is compared with DDP, and DDP with one process, by the bounds of the parity check.
@@ -33,7 +33,9 @@ from t5bench.sweep.launch import Launch, PlannedRun
 from t5bench.tools.ledger import costs, environments, judge, tables, verdicts
 from t5bench.tools.ledger.judge import Curves
 from t5bench.tools.ledger.modes import (
+    ACCELERATE_STAGES,
     BASELINE,
+    BESIDE,
     DEEPSPEED_STRATEGIES,
     HYBRID_PROCESSES,
     ITERATIONS,
@@ -44,16 +46,19 @@ from t5bench.tools.ledger.modes import (
     PIPELINE_PROCESSES,
     PIPELINES,
     PROCESSES,
-    RELEASES,
+    RELEASES_OF,
     SAVED_AFTER,
     SETTINGS,
     STAGE_0,
     STRATEGIES,
     TORCH_STRATEGIES,
+    TRAINER,
+    TRAINERS,
     ZERO_STRATEGIES,
     Mode,
     arguments,
     deepspeed_json,
+    library_of,
     reference_mode,
 )
 
@@ -64,6 +69,7 @@ PATIENCE_SECONDS = 15
 PIPELINE_PROGRAM = Path(__file__).with_name("pipeline.py")
 OVERFLOW_PROGRAM = Path(__file__).with_name("overflow.py")
 SHAPES_PROGRAM = Path(__file__).with_name("shapes.py")
+TRAINERS_PROGRAM = Path(__file__).with_name("trainers.py")
 # Code that decides what a cell trains: cells of other code are trained again.
 CODE = (
     "native/*.py",
@@ -71,6 +77,7 @@ CODE = (
     "t5bench/tools/ledger/pipeline.py",
     "t5bench/tools/ledger/overflow.py",
     "t5bench/tools/ledger/shapes.py",
+    "t5bench/tools/ledger/trainers.py",
 )
 
 
@@ -78,7 +85,7 @@ CODE = (
 class Cell:
     """One measured cell. torch and python: the versions with which it was trained. seconds: how long that took."""
 
-    release: str  # of DeepSpeed; empty for a strategy that needs PyTorch alone
+    release: str  # of the strategy's library; empty if it needs PyTorch alone
     strategy: str
     mode: str
     verdict: str
@@ -92,6 +99,8 @@ class Cell:
     code: str
     where: str = ""
     """Of a wrong cell that was trained again with a trace: where it first differs from DDP, in words."""
+    beside: str = ""
+    """What else a trainer's release was tried with, as "accelerate 1.15.0"; torch has its own field."""
 
 
 def listed(names: Iterable[str]) -> str:
@@ -101,8 +110,8 @@ def listed(names: Iterable[str]) -> str:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     modes = ",".join(mode.name for mode in MODES)
-    releases = f"of DeepSpeed, separated by commas (default: the {len(RELEASES)} of the page)"
-    parser.add_argument("--releases", default=",".join(RELEASES), metavar="LIST", help=releases)
+    releases = "0.18.2 of DeepSpeed, transformers==4.45.2, ..., separated by commas (default: those of the page)"
+    parser.add_argument("--releases", default=",".join(default_releases()), metavar="LIST", help=releases)
     strategies = f"separated by commas (default: all, {listed(STRATEGIES)})"
     parser.add_argument("--strategies", default=",".join(STRATEGIES), metavar="LIST", help=strategies)
     modes_help = f"separated by commas (default: all, {listed(mode.name for mode in MODES)})"
@@ -110,7 +119,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     answers = parser.add_mutually_exclusive_group()
     mine = "what the ledger knows of the installed releases; trains nothing; exit status 1: launchers meet a fault"
     answers.add_argument("--mine", action="store_true", help=mine)
-    asked = "the same for a release of DeepSpeed, or torch==RELEASE"
+    asked = "the same for a release of DeepSpeed, or torch==, transformers== or accelerate==RELEASE"
     answers.add_argument("--answer", metavar="RELEASE", help=asked)
     costs_help = "count what an iteration of ZeRO costs under each release, instead of judging it"
     parser.add_argument("--costs", action="store_true", help=costs_help)
@@ -132,6 +141,26 @@ def chosen(text: str, known: Sequence[str], what: str) -> list[str]:
     if not names:
         raise Problem(f"no {what} is given", "Leave the option out for all")
     return names
+
+
+def default_releases() -> list[str]:
+    """As --releases names them."""
+    named = [(library, release) for library, releases in RELEASES_OF.items() for release in releases]
+    return [release if library == "deepspeed" else f"{library}=={release}" for library, release in named]
+
+
+def releases_of(text: str, library: str) -> list[str]:
+    """The releases of a library in what --releases names. Raises Problem."""
+    found = []
+    for name in chosen(text, (), "release"):
+        whose, _, release = name.rpartition("==")
+        if (whose or "deepspeed") not in RELEASES_OF:
+            raise Problem(
+                f"--releases has no '{whose}'", f"Choose from: {', '.join(RELEASES_OF)}; --torch has PyTorch's"
+            )
+        if (whose or "deepspeed") == library:
+            found.append(release)
+    return found
 
 
 def code_digest() -> str:
@@ -162,6 +191,8 @@ def program_of(strategy: str, mode: Mode) -> str:
     """The small program that trains a cell; "" if the native engine does."""
     if strategy in PIPELINES:
         return str(PIPELINE_PROGRAM)
+    if strategy in TRAINERS:
+        return str(TRAINERS_PROGRAM)
     if mode.shape:
         return str(SHAPES_PROGRAM)
     return str(OVERFLOW_PROGRAM) if mode.precision == "fp16" else ""
@@ -188,12 +219,14 @@ RECIPE = ("--adam-beta1", "0.9", "--adam-beta2", "0.9", "--adam-eps", "0.01", "-
 class Worker:
     """The process that trains a release's cells. Its answers come one a line."""
 
-    def __init__(self, python: Path, folders: Sequence[Path], tokenizer: str, log: Path) -> None:
+    def __init__(
+        self, python: Path, folders: Sequence[Path], tokenizer: str, log: Path, library: str = "deepspeed"
+    ) -> None:
         added = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONFAULTHANDLER": "1"}
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as errors:
             self.process = subprocess.Popen(
-                [str(python), "-m", "t5bench.tools.ledger.worker", tokenizer, *(["deepspeed"] if folders else [])],
+                [str(python), "-m", "t5bench.tools.ledger.worker", tokenizer, library],
                 env=environments.environment(folders, added),
                 cwd=log.parent,
                 stdin=subprocess.PIPE,
@@ -238,6 +271,15 @@ class Ledger:
             in_bf16 = ["--bf16"] if mode.precision == "bf16" else []
             clips = ["--clip-norm", str(PIPELINE_CLIP_NORM)] if mode.name == PIPELINE_CLIPPING else []
             return ["--stage", str(PIPELINES[strategy]), *in_bf16, *clips]
+        if strategy in TRAINERS:
+            in_bf16 = ["--bf16"] if mode.precision == "bf16" else []
+            by = [
+                "--by",
+                "trainer" if strategy == TRAINER else "accelerate",
+                "--stage",
+                str(ACCELERATE_STAGES.get(strategy, 0)),
+            ]
+            return [*by, "--case", mode.shape, "--directory", str(directory / "checkpoints"), *in_bf16]
         if mode.shape:
             in_bf16 = ["--bf16"] if mode.precision == "bf16" else []
             return ["--stage", str(OVERFLOWING[strategy]), "--shape", mode.shape, *in_bf16]
@@ -435,29 +477,40 @@ class Column:
     torch: str | None
     """PyTorch's release; None for the running Python's."""
     release: str
-    """DeepSpeed's release; empty for strategies that need PyTorch alone."""
+    """Of the library; empty for strategies that need PyTorch alone."""
     cells: Sequence[tuple[str, Mode]]
     """Strategies and modes."""
+    library: str = "deepspeed"
+    """torch, deepspeed, transformers or accelerate."""
 
     @property
     def name(self) -> str:
+        release = self.release if self.library in ("torch", "deepspeed") else f"{self.library} {self.release}"
         if not self.torch:
-            return self.release or "torch"
-        return f"{self.release} torch {self.torch}".strip()
+            return release or "torch"
+        return f"{release} torch {self.torch}".strip()
+
+    def folders(self, python: Path) -> list[Path]:
+        """What the release needs before the packages of this Python."""
+        if not self.release:
+            return []
+        needed = {self.library: self.release} | BESIDE[self.library]
+        return [
+            environments.release_folder(release, python, self.torch, library) for library, release in needed.items()
+        ]
 
 
 def columns(args: argparse.Namespace) -> list[Column]:
     """Raises Problem."""
-    releases = chosen(args.releases, (), "release")
     torches: Sequence[str | None] = chosen(args.torch, (), "torch") if args.torch else [None]
     strategies = chosen(args.strategies, STRATEGIES, "strategy")
     wanted = list(wanted_cells(strategies, chosen(args.modes, [mode.name for mode in MODES], "mode")))
-    of_deepspeed = [cell for cell in wanted if cell[0] in DEEPSPEED_STRATEGIES]
-    of_torch = [cell for cell in wanted if cell[0] in TORCH_STRATEGIES]
     made = []
     for torch in torches:
-        made.append(Column(torch, "", of_torch))
-        made += [Column(torch, release, of_deepspeed) for release in releases]
+        made.append(Column(torch, "", [cell for cell in wanted if cell[0] in TORCH_STRATEGIES], "torch"))
+        for library in RELEASES_OF:
+            own = [cell for cell in wanted if library_of(cell[0]) == library]
+            made += [Column(torch, release, own, library) for release in releases_of(args.releases, library)]
     return [column for column in made if column.cells]
 
 
@@ -525,9 +578,9 @@ def runs_folder(ledger: Ledger, column: Column) -> Path:
 def start_worker(ledger: Ledger, column: Column, tokenizer: Path) -> Worker:
     """The process of a column, whose releases are installed first. Raises Problem."""
     python = environments.base_python(column.torch)
-    folders = [environments.release_folder(column.release, python, column.torch)] if column.release else []
     ledger.references.clear()  # by this torch
-    return Worker(python, folders, str(tokenizer), runs_folder(ledger, column) / "worker.log")
+    log = runs_folder(ledger, column) / "worker.log"
+    return Worker(python, column.folders(python), str(tokenizer), log, column.library)
 
 
 def measure_cell(
@@ -543,6 +596,7 @@ def measure_cell(
     cell = Cell(
         column.release, strategy, mode.name, **asdict(verdict), torch=versions.get("torch", column.torch or ""),
         python=versions.get("python", ""), seconds=round(seconds, 1), code=code,
+        beside=", ".join(f"{name} {versions.get(name, '')}" for name in BESIDE.get(column.library, {})),
     )  # fmt: skip
     if locates and lacks_place(cell, mode):
         cell = replace(cell, where=ledger.locate(worker, strategy, mode, directory))
@@ -560,7 +614,7 @@ def answer(args: argparse.Namespace) -> int:
 
 def count_costs(args: argparse.Namespace) -> int:
     """Counts what releases cost, and writes the page. Raises Problem."""
-    releases = chosen(args.releases, (), "release")
+    releases = releases_of(args.releases, "deepspeed")
     strategies = [name for name in chosen(args.strategies, STRATEGIES, "strategy") if name in ZERO_STRATEGIES]
     output = args.output.resolve()
     data = prepare_data(output / "data")

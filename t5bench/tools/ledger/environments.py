@@ -1,6 +1,7 @@
-"""Environments for the releases of DeepSpeed: made with uv, kept in the cache, and shared between ledgers.
+"""Environments for the releases of a library: made with uv, kept in the cache, and shared between ledgers.
 
-A release is one folder that holds DeepSpeed alone and comes first on PYTHONPATH. Everything else, torch above all, is
+A release is one folder that holds the library alone, transformers with what it pins, and comes first on PYTHONPATH.
+Everything else, torch above all, is
 the running Python's; with another torch it is that of one virtual environment for this torch.
 """
 
@@ -16,6 +17,12 @@ from t5bench import REPOSITORY, Problem, note
 ENVIRONMENTS = Path("~/.cache/t5-parallelism/ledger").expanduser()
 # What building DeepSpeed from its source needs, without compiling its operators.
 BUILD_TOOLS = ("setuptools", "wheel", "packaging")
+# Of transformers each release pins its own tokenizers and huggingface_hub; none of them brings torch.
+INSTALLATION = {
+    "deepspeed": ("--no-deps", "--no-build-isolation"),
+    "accelerate": ("--no-deps",),
+    "transformers": (),
+}
 BUILD = {"DS_BUILD_OPS": "0", "DS_ACCELERATOR": "cpu"}
 # The last lines of a failed installation.
 LINES_SHOWN = 15
@@ -77,16 +84,16 @@ def base_python(torch: str | None) -> Path:
     return python
 
 
-def release_folder(release: str, python: Path, torch: str | None) -> Path:
-    """The folder that holds this release of DeepSpeed, installed if it is not there."""
-    name = f"deepspeed{release}-python{sys.version_info[0]}.{sys.version_info[1]}-torch{torch or 'own'}"
+def release_folder(release: str, python: Path, torch: str | None, library: str = "deepspeed") -> Path:
+    """The folder that holds this release, installed if it is not there."""
+    name = f"{library}{release}-python{sys.version_info[0]}.{sys.version_info[1]}-torch{torch or 'own'}"
     folder = ENVIRONMENTS / name
     if folder.exists():
         return folder
-    note(f"installing DeepSpeed {release} in {folder}")
+    note(f"installing {library} {release} in {folder}")
     partial = folder.with_name(f"{name}.{os.getpid()}.partial")
     install = ("pip", "install", "--quiet", "--python", python, "--target", partial)
-    run_uv(*install, "--no-deps", "--no-build-isolation", f"deepspeed=={release}")
+    run_uv(*install, *INSTALLATION[library], f"{library}=={release}")
     try:
         partial.rename(folder)
     except OSError:  # another ledger was faster

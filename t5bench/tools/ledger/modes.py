@@ -11,6 +11,17 @@ RELEASES = (
     *("0.17.5", "0.17.6", "0.18.0", "0.18.1", "0.18.2", "0.18.3", "0.18.4", "0.18.5", "0.18.6", "0.18.9"),
     *("0.19.0", "0.19.1", "0.19.2", "0.19.3", "0.19.4", "0.19.8"),
 )
+# transformers' and accelerate's: those around which upstream broke or mended something, and some between them.
+RELEASES_OF = {
+    "deepspeed": RELEASES,
+    "transformers": (
+        *("4.42.4", "4.44.2", "4.45.2", "4.46.0", "4.46.3", "4.47.1", "4.48.3", "4.53.3", "4.54.1", "4.57.6"),
+        *("5.10.4", "5.14.1", "5.15.1", "5.24.0"),
+    ),
+    "accelerate": ("0.34.2", "1.1.1", "1.4.0", "1.8.1", "1.12.0", "1.14.0", "1.15.0"),
+}
+# With which releases of other libraries a library is tried.
+BESIDE = {"deepspeed": {}, "transformers": {"accelerate": "1.15.0"}, "accelerate": {"deepspeed": "0.19.8"}}
 BASELINE = "ddp"
 # DeepSpeed's own pipeline engine, with the small model of pipeline.py: the native engine's pipeline needs no DeepSpeed.
 # With ZeRO-1, as the 3D launcher uses it.
@@ -23,9 +34,15 @@ PIPELINES = {DEEPSPEED_PIPELINE: 1, PIPELINE_STAGE_0: 0}  # with their ZeRO stag
 OVERFLOWING = {"zero1": 1, "zero2": 2, "zero3": 3}  # what overflow.py and shapes.py train, with the ZeRO stage
 ZERO_STRATEGIES = ("zero1", "zero2", "zero3", "zero3_offload")
 DEEPSPEED_STRATEGIES = (*ZERO_STRATEGIES, STAGE_0, *PIPELINES)
+# What trainers.py trains: transformers' Trainer and accelerate's loop, each over DDP, the loop also over ZeRO.
+TRAINER = "trainer"
+ACCELERATE = "accelerate"
+ACCELERATE_STAGES = {ACCELERATE: 0, "accelerate zero2": 2, "accelerate zero3": 3}  # with their ZeRO stages
+TRAINERS = (TRAINER, *ACCELERATE_STAGES)
 # What needs PyTorch alone. DDP is compared with one process, the others with DDP.
 TORCH_STRATEGIES = (BASELINE, "tensor", "pipeline", "hybrid", "fsdp2")
-STRATEGIES = (*DEEPSPEED_STRATEGIES, *TORCH_STRATEGIES)
+STRATEGIES = (*DEEPSPEED_STRATEGIES, *TORCH_STRATEGIES, *TRAINERS)
+STRATEGIES_OF = {"deepspeed": DEEPSPEED_STRATEGIES, "transformers": (TRAINER,), "accelerate": tuple(ACCELERATE_STAGES)}
 
 PIPELINE_CLIPPING = "pipeline clipping"
 PIPELINE_CLIP_NORM = 0.05  # the norm is 0.15 to 0.20
@@ -63,7 +80,7 @@ class Mode:
     # Fresh memory holds not-a-numbers, so that a release that reads memory before it writes it is always found.
     poisons_memory: bool = False
     config: Mapping[str, Any] = field(default_factory=dict)  # what it adds to DeepSpeed's JSON
-    shape: str = ""  # of shapes.py; the launchers train none of them
+    shape: str = ""  # of shapes.py, or a case of trainers.py; the launchers train none of them
 
     @property
     def is_of_launchers(self) -> bool:
@@ -75,7 +92,10 @@ _SHARDED = ("zero1", "zero2", "zero3")
 _FP32_SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
 _ALL_REDUCE_FETCH = {"zero_optimization": {"stage3_use_all_reduce_for_fetch_params": True}}
 MODES = (
-    Mode("fp32", "fp32, four micro-batches, clipping (DeepSpeed's pipeline without)", STRATEGIES),
+    Mode(
+        "fp32", "fp32, four micro-batches, clipping (DeepSpeed's pipeline without)",
+        (*DEEPSPEED_STRATEGIES, *TORCH_STRATEGIES),
+    ),
     Mode(
         "bf16", "bf16, four micro-batches, clipping (DeepSpeed's pipeline without)",
         (*ZERO_STRATEGIES, STAGE_0, DEEPSPEED_PIPELINE, *TORCH_STRATEGIES), "bf16",
@@ -140,7 +160,56 @@ MODES = (
     ),
     Mode("evaluation", "fp32; evaluation between steps", _SHARDED, micro_batches=1, shape="evaluation"),
     Mode("saving", "fp32; saved between micro-batches", _SHARDED, shape="saving"),
+    Mode(
+        "equal targets", "fp32, four micro-batches, clipping; every sample has eight target tokens", TRAINERS,
+        shape="equal targets",
+    ),
+    Mode(
+        "unequal targets", "fp32, four micro-batches, clipping; 1 to 11 target tokens",
+        (TRAINER, ACCELERATE), shape="unequal targets",
+    ),
+    Mode(
+        "unequal at once", "fp32, one micro-batch, clipping; 1 to 11 target tokens", (TRAINER, ACCELERATE),
+        micro_batches=1, shape="unequal at once",
+    ),
+    Mode(
+        "averaged tokens", "as unequal targets, and the Trainer is told average_tokens_across_devices", (TRAINER,),
+        shape="averaged tokens",
+    ),
+    Mode(
+        "all targets", "as equal targets, but every token is one, also a sample's first, which nothing predicts",
+        (TRAINER,), shape="all targets",
+    ),
+    Mode("equal targets bf16", "as equal targets, in bf16", (TRAINER, ACCELERATE), "bf16", shape="equal targets bf16"),
+    Mode(
+        "encoder-decoder", "as equal targets, with T5, which takes the mean of its loss on its own", (TRAINER,),
+        shape="encoder-decoder",
+    ),
+    Mode(
+        "unequal encoder-decoder", "as unequal targets, with T5", (TRAINER,), shape="unequal encoder-decoder",
+    ),
+    Mode(
+        "smoothed targets", "as equal targets, with label smoothing", (TRAINER,), shape="smoothed targets",
+    ),
+    Mode(
+        "last window", "as equal targets; an epoch has six micro-batches, so its last step may have two",
+        (TRAINER, ACCELERATE), shape="last window",
+    ),
+    Mode(
+        "continued", f"as equal targets; saved after step {SAVED_AFTER} and continued", (TRAINER, ACCELERATE),
+        shape="continued",
+    ),
+    Mode("split batches", "as equal targets, with split_batches", (ACCELERATE,), shape="split batches"),
+    Mode(
+        "dispatched batches", "as equal targets; the first process reads the data for all", (ACCELERATE,),
+        shape="dispatched batches",
+    ),
 )  # fmt: skip
+
+
+def library_of(strategy: str) -> str:
+    """Whose releases a strategy is tried in; "torch" if it needs PyTorch alone."""
+    return next((library for library, names in STRATEGIES_OF.items() if strategy in names), "torch")
 
 
 def batch_sizes(mode: Mode) -> tuple[int, int]:

@@ -12,6 +12,7 @@ from msgspec import Meta
 
 from t5bench.record.ledger import FORMAT, SPAN, VERDICTS
 
+Software = Literal["deepspeed", "torch", "transformers", "accelerate"]
 Spans = Annotated[
     str,
     Meta(description=f"releases, separated by blanks; a{SPAN}b is every measured release of the same software, a to b"),
@@ -36,8 +37,8 @@ class TrainedMode(msgspec.Struct):
 class MeasuredReleases(msgspec.Struct):
     """What was trained under releases of one library, and which were right."""
 
-    software: Literal["deepspeed", "torch"]
-    torch: Annotated[str, Meta(description="PyTorch's release beside DeepSpeed's; empty where software is torch")]
+    software: Software
+    torch: Annotated[str, Meta(description="PyTorch's release beside the library's; empty where software is torch")]
     releases: Annotated[list[str], Meta(description="the oldest first")]
     right: Annotated[
         dict[str, dict[str, Spans]],
@@ -48,7 +49,7 @@ class MeasuredReleases(msgspec.Struct):
 class ReleaseFault(msgspec.Struct, omit_defaults=True, kw_only=True):
     """Releases that are not right in the same way. A field that is left out is empty."""
 
-    software: Literal["deepspeed", "torch"]
+    software: Software
     torch: Annotated[str, Meta(description="as in MeasuredReleases")] = ""
     releases: Spans
     strategy: str

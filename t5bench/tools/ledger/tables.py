@@ -5,7 +5,7 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, get_args
 
 import msgspec
 from packaging.version import Version
@@ -26,9 +26,11 @@ from t5bench.tools.ledger.modes import (
     PROCESSES,
     STAGE_0,
     STRATEGIES,
+    TRAINERS,
     Mode,
+    library_of,
 )
-from t5bench.tools.ledger.releases import ReleaseFault
+from t5bench.tools.ledger.releases import ReleaseFault, Software
 
 FORMAT = 1
 Cell = dict[str, Any]
@@ -37,16 +39,21 @@ NAMES = {
     "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3", "zero3_offload": "ZeRO-3 + offload",
     STAGE_0: "stage 0", DEEPSPEED_PIPELINE: "DeepSpeed's pipeline, ZeRO-1",
     PIPELINE_STAGE_0: "DeepSpeed's pipeline, stage 0", "ddp": "DDP", "tensor": "Tensor", "pipeline": "Pipeline",
-    "hybrid": "Hybrid", "fsdp2": "FSDP2",
+    "hybrid": "Hybrid", "fsdp2": "FSDP2", "trainer": "Trainer, DDP", "accelerate": "accelerate, DDP",
+    "accelerate zero2": "accelerate, ZeRO-2", "accelerate zero3": "accelerate, ZeRO-3",
+}  # fmt: skip
+LIBRARY = {
+    "deepspeed": "DeepSpeed", "torch": "PyTorch", "transformers": "transformers", "accelerate": "accelerate",
 }  # fmt: skip
 INTRODUCTION = """# Which release of DeepSpeed trains which strategy correctly
 
-Several releases of DeepSpeed, and one of PyTorch, train another model than they were asked to, without an error.
+Several releases of DeepSpeed, one of PyTorch and every one of transformers' Trainer that was tried train another model
+than they were asked to, in some way and without an error.
 Ask about your own:
 
 ```
 python -m t5bench ledger --mine              # the installed releases
-python -m t5bench ledger --answer 0.18.2     # a release of DeepSpeed; torch==2.8.0 asks about PyTorch
+python -m t5bench ledger --answer 0.18.2     # or torch==2.8.0, transformers==4.45.2, accelerate==1.2.1
 ```
 
 [ledger.html](ledger.html) answers the same for a release and a strategy that you choose. Other programs read
@@ -70,6 +77,13 @@ process.
 Shapes of models and of training loops, from `used once` on, are those of three linear layers
 ([shapes.py](../../t5bench/tools/ledger/shapes.py)), compared with plain PyTorch in one process. No launcher meets them.
 
+transformers' Trainer and accelerate's loop train a small Llama, T5 or three layers
+([trainers.py](../../t5bench/tools/ledger/trainers.py)) over DDP and are compared with plain PyTorch in one process, on
+the samples that both processes took for the step, all at once. Its loss is the mean of the cross-entropy over all
+target tokens of the step, whichever process and micro-batch they are in; the Trainer's is the loss that it logs, before
+it is rounded. accelerate ignores FSDP's plugin on a CPU, and takes a run with DeepSpeed's for one process: FSDP2, and
+ZeRO with the Trainer, cannot be shown here. accelerate's loop over ZeRO divides the data on its own.
+
 All cells were measured on a CPU over gloo, for {ITERATIONS} iterations, with {PROCESSES} processes unless the mode says
 otherwise, hybrid and DeepSpeed's pipeline with {PIPELINE_PROCESSES}. That shows what a release computes, but not
 whether its CUDA kernels work. Releases and modes that are not on this page were not tried: of a run in bf16 or fp16
@@ -80,6 +94,7 @@ that only fp32 cells speak for, a launcher's record says `not measured in bf16; 
 python -m t5bench ledger                                              # all releases, all modes
 python -m t5bench ledger --releases 0.18.2,0.19.8 --strategies zero2
 python -m t5bench ledger --torch 2.8.0,2.15.0 --strategies ddp,tensor,pipeline,hybrid,fsdp2
+python -m t5bench ledger --releases transformers==4.45.2,accelerate==1.2.1 --strategies trainer,accelerate
 python -m t5bench ledger --releases 0.18.2 --locate                   # a wrong cell: in which step and module
 python -m t5bench ledger --releases 0.20.0 --page docs/generated      # adds a new release to this page
 ```
@@ -168,13 +183,13 @@ def matrix(cells: Sequence[Cell]) -> list[tuple[str, Mode, list[Cell | None]]]:
 
 def groups(cells: Sequence[Cell]) -> list[tuple[str, list[Cell]]]:
     """DeepSpeed's cells by torch."""
-    own = [cell for cell in cells if cell["release"]]
+    own = [cell for cell in cells if library_of(cell["strategy"]) == "deepspeed"]
     torches = sorted({cell["torch"] for cell in own})
     return [(torch, [cell for cell in own if cell["torch"] == torch]) for torch in torches]
 
 
 def of_torch(cells: Sequence[Cell]) -> list[Cell]:
-    """The cells that need no DeepSpeed: their release is that of PyTorch."""
+    """The cells that need PyTorch alone: their release is PyTorch's."""
     return [cell | {"release": cell["torch"].partition("+")[0]} for cell in cells if not cell["release"]]
 
 
@@ -182,15 +197,27 @@ def of_torch(cells: Sequence[Cell]) -> list[Cell]:
 class Section:
     """The cells of the releases of one library."""
 
-    software: Literal["deepspeed", "torch"]
+    software: Software
     torch: str
-    """PyTorch's release beside DeepSpeed's; "" where it is the library itself."""
+    """PyTorch's release beside that of the library; "" where it is the library itself."""
     title: str
     cells: Sequence[Cell]
 
     @property
     def library(self) -> str:
-        return "DeepSpeed" if self.software == "deepspeed" else "PyTorch"
+        return LIBRARY[self.software]
+
+
+def of_trainers(cells: Sequence[Cell]) -> list[Section]:
+    made = []
+    for software in get_args(Software):
+        own = [cell for cell in cells if library_of(cell["strategy"]) == software and cell["strategy"] in TRAINERS]
+        for torch in sorted({cell["torch"] for cell in own}):
+            alike = [cell for cell in own if cell["torch"] == torch]
+            beside = " or ".join(sorted({cell["beside"] for cell in alike}))
+            title = f"{LIBRARY[software]}, with torch {torch} and {beside}"
+            made.append(Section(software, torch.partition("+")[0], title, alike))
+    return made
 
 
 def sections(cells: Sequence[Cell]) -> list[Section]:
@@ -198,7 +225,8 @@ def sections(cells: Sequence[Cell]) -> list[Section]:
     for torch, own in groups(cells):
         made.append(Section("deepspeed", torch.partition("+")[0], f"DeepSpeed, with torch {torch}", own))
     alone = of_torch(cells)
-    return [*made, Section("torch", "", "PyTorch", alone)] if alone else made
+    made += [Section("torch", "", "PyTorch", alone)] if alone else []
+    return made + of_trainers(cells)
 
 
 @dataclass(frozen=True)
@@ -545,11 +573,17 @@ def write(directory: Path, cells: Sequence[Cell]) -> None:
     (directory / "ledger.json").write_text(f'{rest},\n "cells": [\n  {lines}\n ]\n}}\n')
 
 
+def name_of(cell: Cell) -> str:
+    """A cell's library and release."""
+    return f"{LIBRARY[library_of(cell['strategy'])]} {cell['release']}".strip()
+
+
 def summary(cells: Sequence[Cell]) -> str:
     """The counts of each verdict, by release."""
     rows = []
-    for torch, release in dict.fromkeys((cell["torch"], cell["release"]) for cell in cells):
-        verdicts = [cell["verdict"] for cell in cells if (cell["torch"], cell["release"]) == (torch, release)]
+    named = [(cell["torch"], name_of(cell), cell["verdict"]) for cell in cells]
+    for torch, release in dict.fromkeys(each[:2] for each in named):
+        verdicts = [verdict for *key, verdict in named if key == [torch, release]]
         others = [f"{verdicts.count(name)} {name}" for name in (WRONG, DOES_NOT_RUN, HANGS) if name in verdicts]
-        rows.append([torch, release or "-", f"{verdicts.count(RIGHT)} of {len(verdicts)}", ", ".join(others) or "-"])
-    return tabulate(rows, ["torch", "DeepSpeed", "right", "others"], disable_numparse=True)
+        rows.append([torch, release, f"{verdicts.count(RIGHT)} of {len(verdicts)}", ", ".join(others) or "-"])
+    return tabulate(rows, ["torch", "release", "right", "others"], disable_numparse=True)

@@ -30,7 +30,6 @@ from t5bench.tools.ledger.releases import (
 )
 
 SCHEMA = "releases.schema.json"
-LIBRARIES = {"deepspeed": "DeepSpeed", "torch": "PyTorch"}
 
 
 def shorten(cells: Sequence[tables.Cell], counted: Path = costs.DATA) -> ReleaseVerdicts:
@@ -104,7 +103,7 @@ def write_schema(folder: Path) -> None:
 def installed() -> dict[str, str]:
     """The releases in this Python's environment, by library, without importing them."""
     found = {}
-    for name in LIBRARIES:
+    for name in tables.LIBRARY:
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
@@ -113,11 +112,11 @@ def installed() -> dict[str, str]:
 
 
 def named(text: str) -> dict[str, str]:
-    """The release that somebody asks about: 0.18.2, deepspeed==0.18.2 or torch==2.8.0. Raises Problem."""
+    """The release that somebody asks about: 0.18.2, torch==2.8.0, transformers==4.45.2. Raises Problem."""
     library, _, release = text.rpartition("==")
     library = library.strip().lower() or "deepspeed"
-    remedy = "Name a release of DeepSpeed, such as 0.18.2, or of PyTorch, such as torch==2.8.0"
-    if library not in LIBRARIES:
+    remedy = "Name a release of DeepSpeed, such as 0.18.2, or torch==2.8.0, transformers==4.45.2, accelerate==1.2.1"
+    if library not in tables.LIBRARY:
         raise Problem(f"the ledger has no '{library}'", remedy)
     try:
         version_of(release.strip())
@@ -136,14 +135,14 @@ def answer(releases: Mapping[str, str], strategies: Sequence[str]) -> tuple[str,
     except (OSError, ValueError) as error:
         raise Problem(f"the ledger cannot be read: {error}", "Restore t5bench/record/releases.json") from error
     if not releases:
-        raise Problem("neither DeepSpeed nor PyTorch is installed here", "Ask about a release: --answer 0.18.2")
+        raise Problem("no library of the ledger is installed here", "Ask about a release: --answer 0.18.2")
     lines: list[str] = []
     is_wrong = False
     for measured in verdicts.measured:
         release = releases.get(measured.software)
         if release is None:
             continue
-        name = LIBRARIES[measured.software]
+        name = tables.LIBRARY[measured.software]
         beside = f" with torch {measured.torch}" if measured.torch else ""
         known = [each for each in measured.releases if is_same(each, release)]
         if not known:
@@ -170,7 +169,9 @@ def is_same(measured: str, release: str) -> bool:
 
 
 def _option(software: str, release: str) -> str:
-    return f"releases {release}" if software == "deepspeed" else f"torch {release.partition('+')[0]}"
+    if software == "torch":
+        return f"torch {release.partition('+')[0]}"
+    return f"releases {release}" if software == "deepspeed" else f"releases {software}=={release}"
 
 
 def _of_release(

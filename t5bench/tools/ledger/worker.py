@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from t5bench import Problem
-from t5bench.imports import import_deepspeed, leave_out_compiler
+from t5bench.imports import import_deepspeed, import_transformers, leave_out_compiler
 from t5bench.text import guard_streams
 
 SECONDS_BETWEEN_LOOKS = 0.05
@@ -49,6 +49,26 @@ def import_rest(tokenizer: str, *, with_deepspeed: bool) -> dict[str, str]:
     Vocabulary.load(tokenizer)
     gc.freeze()
     return versions
+
+
+def import_trainer(library: str) -> dict[str, str]:
+    """Imports transformers or accelerate, and what they train with; the versions."""
+    versions = {}
+    if library == "transformers":
+        transformers = import_transformers()
+        versions["transformers"] = transformers.__version__
+        # It imports a part when that is first asked for.
+        for name in ("Trainer", "LlamaForCausalLM", "T5ForConditionalGeneration"):
+            getattr(transformers, name)
+    else:
+        import_deepspeed()
+        import deepspeed
+
+        versions["deepspeed"] = deepspeed.__version__
+    import accelerate
+
+    gc.freeze()
+    return versions | {"accelerate": accelerate.__version__}
 
 
 def train(cell: dict[str, Any]) -> None:
@@ -134,7 +154,11 @@ def main() -> None:
     versions: dict[str, str] = {}
     try:
         versions = import_torch()
-        versions |= import_rest(sys.argv[1], with_deepspeed="deepspeed" in sys.argv[2:])
+        library = sys.argv[2]
+        if library in ("transformers", "accelerate"):
+            versions |= import_trainer(library)
+        else:
+            versions |= import_rest(sys.argv[1], with_deepspeed=library == "deepspeed")
     except Exception as error:
         traceback.print_exc()
         answer(versions | {"failed": f"{type(error).__name__}: {error}"})

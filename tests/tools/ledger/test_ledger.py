@@ -33,7 +33,7 @@ from t5bench.tools.ledger.changes import CHANGES
 from t5bench.tools.ledger.costs import Cost
 from t5bench.tools.ledger.counts import LiveStorages
 from t5bench.tools.ledger.judge import DOES_NOT_RUN, RIGHT, WRONG, Curves, Verdict, judge, why
-from t5bench.tools.ledger.modes import MODES, RELEASES, STRATEGIES, deepspeed_json
+from t5bench.tools.ledger.modes import MODES, RELEASES, STRATEGIES, deepspeed_json, library_of
 from t5bench.tools.ledger.releases import read_verdicts
 
 MODE = {mode.name: mode for mode in MODES}
@@ -246,7 +246,7 @@ def test_launchers_read_a_short_file_that_says_what_the_ledger_says():
         for mode, release in product(fault.modes, releases_in(fault.releases, by_library[fault.software, fault.torch])):
             expanded.setdefault((fault.software, release, fault.strategy, mode), set()).add(fault.verdict)
     for one in cells:
-        library = ("deepspeed", one["release"]) if one["release"] else ("torch", one["torch"].partition("+")[0])
+        library = (library_of(one["strategy"]), one["release"] or one["torch"].partition("+")[0])
         assert expanded.pop((*library, one["strategy"], one["mode"])) == {one["verdict"]}, one
     assert not expanded
     assert look_up("0.18.1", "zero2", precision="bf16", micro_batches=8).said.startswith("its gradient norm differs")
@@ -310,11 +310,13 @@ def test_what_the_ledger_says_of_a_release(capsys, monkeypatch):
     assert "DeepSpeed 0.99: not measured" in capsys.readouterr().out
     assert main(["ledger", "--answer", "apex==1.0"]) == 2
     assert main(["ledger", "--answer", "newest"]) == 2
-    monkeypatch.setattr(verdicts.metadata, "version", {"deepspeed": "0.19.8", "torch": "2.13.0+cpu"}.__getitem__)
+    installed = {"deepspeed": "0.19.8", "torch": "2.13.0+cpu", "transformers": "4.57.6", "accelerate": "1.15.0"}
+    monkeypatch.setattr(verdicts.metadata, "version", installed.__getitem__)
     capsys.readouterr()
     assert main(["ledger", "--mine"]) == 0
     said = capsys.readouterr().out
     assert "DeepSpeed 0.19.8" in said and "PyTorch 2.13.0+cpu, on a CPU:" in said
+    assert "transformers 4.57.6 with torch 2.13.0, on a CPU:" in said
 
 
 @pytest.mark.nightly
@@ -429,6 +431,14 @@ def test_every_release_has_an_environment_and_torch_one_without_deepspeed():
         ("2.8.0", "", {"ddp", "tensor"}),
         ("2.15.0", "", {"ddp", "tensor"}),
     ]
+    releases = "0.18.2,transformers==4.45.2,accelerate==1.2.1"
+    assert columns_of("--releases", releases, "--strategies", "zero2,trainer,accelerate") == [
+        (None, "0.18.2", {"zero2"}),
+        (None, "4.45.2", {"trainer"}),
+        (None, "1.2.1", {"accelerate"}),
+    ]
+    with pytest.raises(Problem, match="--releases has no 'apex'"):
+        columns_of("--releases", "apex==1.0")
     with pytest.raises(Problem, match="no torch is given"):
         columns_of("--torch", ",")
 
