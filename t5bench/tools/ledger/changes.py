@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from packaging.version import Version
 
 from t5bench.tools.ledger.judge import DOES_NOT_RUN, WRONG
-from t5bench.tools.ledger.modes import DEEPSPEED_PIPELINE, PIPELINE_STAGE_0, STAGE_0, TRAINER, Mode
+from t5bench.tools.ledger.modes import DEEPSPEED_PIPELINE, FSDP2_TENSOR, PIPELINE_STAGE_0, STAGE_0, TRAINER, Mode
 
 ISSUES = "https://github.com/deepspeedai/DeepSpeed/issues"  # leads to pull requests too
 PYTORCH_ISSUES = "https://github.com/pytorch/pytorch/issues"
@@ -116,8 +116,12 @@ CHANGES = (
         verdict=DOES_NOT_RUN, shapes=("checkpointed twice",),
     ),
     Change(
-        (162338,), "gloo adds gradients up where FSDP2 asks for their mean", ("fsdp2",),
-        first_wrong="2.8.0", first_right="2.9.0", issues=PYTORCH_ISSUES,
+        (8382,), "on a CPU, gradients outside of a contiguous buffer are not reduced", ("zero1", "zero2"),
+        first_right="0.19.8", shapes=("scattered gradients",),
+    ),
+    Change(
+        (162338,), "gloo adds gradients up where FSDP2 asks for their mean", ("fsdp2", FSDP2_TENSOR),
+        first_right="2.9.0", issues=PYTORCH_ISSUES,
     ),
     Change(
         (34191,), "the mean of each micro-batch's mean, not of all tokens", (TRAINER,),
@@ -165,5 +169,9 @@ CHANGES = (
     Change(
         (3481,), "accumulate() asks for no_sync, which DeepSpeed refuses since 0.16",
         ("accelerate zero2", "accelerate zero3"), verdict=DOES_NOT_RUN, issues=ACCELERATE_ISSUES,
+    ),
+    Change(
+        (190626,), "FSDP2 lets tensor parallelism reduce gradients in bf16, whatever reduce_dtype says",
+        (FSDP2_TENSOR,), first_right="2.15.0", precision="bf16", issues=PYTORCH_ISSUES,
     ),
 )  # fmt: skip

@@ -37,6 +37,7 @@ from t5bench.tools.ledger.modes import (
     BASELINE,
     BESIDE,
     DEEPSPEED_STRATEGIES,
+    FSDP2_TENSOR,
     HYBRID_PROCESSES,
     ITERATIONS,
     MODES,
@@ -54,6 +55,7 @@ from t5bench.tools.ledger.modes import (
     TORCH_STRATEGIES,
     TRAINER,
     TRAINERS,
+    TWO_MESHES_PROCESSES,
     ZERO_STRATEGIES,
     Mode,
     arguments,
@@ -70,6 +72,7 @@ PIPELINE_PROGRAM = Path(__file__).with_name("pipeline.py")
 OVERFLOW_PROGRAM = Path(__file__).with_name("overflow.py")
 SHAPES_PROGRAM = Path(__file__).with_name("shapes.py")
 TRAINERS_PROGRAM = Path(__file__).with_name("trainers.py")
+TWO_MESHES_PROGRAM = Path(__file__).with_name("two_meshes.py")
 # Code that decides what a cell trains: cells of other code are trained again.
 CODE = (
     "native/*.py",
@@ -78,6 +81,7 @@ CODE = (
     "t5bench/tools/ledger/overflow.py",
     "t5bench/tools/ledger/shapes.py",
     "t5bench/tools/ledger/trainers.py",
+    "t5bench/tools/ledger/two_meshes.py",
 )
 
 
@@ -184,6 +188,8 @@ def prepare_data(directory: Path) -> Path:
 def processes_of(strategy: str, mode: Mode) -> int:
     if strategy in PIPELINES:
         return PIPELINE_PROCESSES
+    if strategy == FSDP2_TENSOR:
+        return TWO_MESHES_PROCESSES
     return HYBRID_PROCESSES if strategy == "hybrid" else mode.processes
 
 
@@ -193,6 +199,8 @@ def program_of(strategy: str, mode: Mode) -> str:
         return str(PIPELINE_PROGRAM)
     if strategy in TRAINERS:
         return str(TRAINERS_PROGRAM)
+    if strategy == FSDP2_TENSOR:
+        return str(TWO_MESHES_PROGRAM)
     if mode.shape:
         return str(SHAPES_PROGRAM)
     return str(OVERFLOW_PROGRAM) if mode.precision == "fp16" else ""
@@ -280,6 +288,8 @@ class Ledger:
                 str(ACCELERATE_STAGES.get(strategy, 0)),
             ]
             return [*by, "--case", mode.shape, "--directory", str(directory / "checkpoints"), *in_bf16]
+        if strategy == FSDP2_TENSOR:
+            return ["--bf16"] if mode.precision == "bf16" else []
         if mode.shape:
             in_bf16 = ["--bf16"] if mode.precision == "bf16" else []
             return ["--stage", str(OVERFLOWING[strategy]), "--shape", mode.shape, *in_bf16]
@@ -507,7 +517,7 @@ def columns(args: argparse.Namespace) -> list[Column]:
     wanted = list(wanted_cells(strategies, chosen(args.modes, [mode.name for mode in MODES], "mode")))
     made = []
     for torch in torches:
-        made.append(Column(torch, "", [cell for cell in wanted if cell[0] in TORCH_STRATEGIES], "torch"))
+        made.append(Column(torch, "", [cell for cell in wanted if library_of(cell[0]) == "torch"], "torch"))
         for library in RELEASES_OF:
             own = [cell for cell in wanted if library_of(cell[0]) == library]
             made += [Column(torch, release, own, library) for release in releases_of(args.releases, library)]

@@ -29,7 +29,9 @@ DEEPSPEED_PIPELINE = "deepspeed-pipeline"
 # DeepSpeed without sharding, and its pipeline without sharding, which no launcher has.
 STAGE_0 = "stage 0"
 PIPELINE_STAGE_0 = "deepspeed-pipeline stage 0"
-OF_NO_LAUNCHER = (STAGE_0, PIPELINE_STAGE_0)
+# FSDP2 over one mesh and tensor parallelism over another, which no launcher has either: two_meshes.py.
+FSDP2_TENSOR = "fsdp2 tensor"
+OF_NO_LAUNCHER = (STAGE_0, PIPELINE_STAGE_0, FSDP2_TENSOR)
 PIPELINES = {DEEPSPEED_PIPELINE: 1, PIPELINE_STAGE_0: 0}  # with their ZeRO stages
 OVERFLOWING = {"zero1": 1, "zero2": 2, "zero3": 3}  # what overflow.py and shapes.py train, with the ZeRO stage
 ZERO_STRATEGIES = ("zero1", "zero2", "zero3", "zero3_offload")
@@ -41,7 +43,7 @@ ACCELERATE_STAGES = {ACCELERATE: 0, "accelerate zero2": 2, "accelerate zero3": 3
 TRAINERS = (TRAINER, *ACCELERATE_STAGES)
 # What needs PyTorch alone. DDP is compared with one process, the others with DDP.
 TORCH_STRATEGIES = (BASELINE, "tensor", "pipeline", "hybrid", "fsdp2")
-STRATEGIES = (*DEEPSPEED_STRATEGIES, *TORCH_STRATEGIES, *TRAINERS)
+STRATEGIES = (*DEEPSPEED_STRATEGIES, *TORCH_STRATEGIES, FSDP2_TENSOR, *TRAINERS)
 STRATEGIES_OF = {"deepspeed": DEEPSPEED_STRATEGIES, "transformers": (TRAINER,), "accelerate": tuple(ACCELERATE_STAGES)}
 
 PIPELINE_CLIPPING = "pipeline clipping"
@@ -60,6 +62,7 @@ PROCESSES = 2
 # Two stages, each in two processes.
 PIPELINE_PROCESSES = 4
 HYBRID_PROCESSES = 4
+TWO_MESHES_PROCESSES = 4
 SAMPLES = 4  # of one process and iteration
 
 
@@ -94,11 +97,11 @@ _ALL_REDUCE_FETCH = {"zero_optimization": {"stage3_use_all_reduce_for_fetch_para
 MODES = (
     Mode(
         "fp32", "fp32, four micro-batches, clipping (DeepSpeed's pipeline without)",
-        (*DEEPSPEED_STRATEGIES, *TORCH_STRATEGIES),
+        (*DEEPSPEED_STRATEGIES, *TORCH_STRATEGIES, FSDP2_TENSOR),
     ),
     Mode(
         "bf16", "bf16, four micro-batches, clipping (DeepSpeed's pipeline without)",
-        (*ZERO_STRATEGIES, STAGE_0, DEEPSPEED_PIPELINE, *TORCH_STRATEGIES), "bf16",
+        (*ZERO_STRATEGIES, STAGE_0, DEEPSPEED_PIPELINE, *TORCH_STRATEGIES, FSDP2_TENSOR), "bf16",
     ),
     Mode(PIPELINE_CLIPPING, f"fp32, DeepSpeed's pipeline clips at {PIPELINE_CLIP_NORM}", tuple(PIPELINES)),
     Mode(
@@ -160,6 +163,10 @@ MODES = (
     ),
     Mode("evaluation", "fp32; evaluation between steps", _SHARDED, micro_batches=1, shape="evaluation"),
     Mode("saving", "fp32; saved between micro-batches", _SHARDED, shape="saving"),
+    Mode(
+        "scattered gradients", "fp32, no contiguous_gradients", ("zero1", "zero2"), micro_batches=1,
+        shape="scattered gradients",
+    ),
     Mode(
         "equal targets", "fp32, four micro-batches, clipping; every sample has eight target tokens", TRAINERS,
         shape="equal targets",

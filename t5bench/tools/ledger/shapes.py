@@ -61,6 +61,7 @@ SHAPES = {
     "several backward passes": Shape(micro_batches=4, special="several backward passes"),
     "evaluation": Shape(special="evaluation"),
     "saving": Shape(micro_batches=4, special="saving"),
+    "scattered gradients": Shape(zero={"contiguous_gradients": False}),
 }
 
 

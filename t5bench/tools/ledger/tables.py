@@ -18,6 +18,7 @@ from t5bench.tools.ledger.judge import DOES_NOT_RUN, HANGS, RIGHT, WRONG
 from t5bench.tools.ledger.modes import (
     DEEPSPEED_PIPELINE,
     DEEPSPEED_STRATEGIES,
+    FSDP2_TENSOR,
     ITERATIONS,
     MODES,
     OF_NO_LAUNCHER,
@@ -39,8 +40,8 @@ NAMES = {
     "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3", "zero3_offload": "ZeRO-3 + offload",
     STAGE_0: "stage 0", DEEPSPEED_PIPELINE: "DeepSpeed's pipeline, ZeRO-1",
     PIPELINE_STAGE_0: "DeepSpeed's pipeline, stage 0", "ddp": "DDP", "tensor": "Tensor", "pipeline": "Pipeline",
-    "hybrid": "Hybrid", "fsdp2": "FSDP2", "trainer": "Trainer, DDP", "accelerate": "accelerate, DDP",
-    "accelerate zero2": "accelerate, ZeRO-2", "accelerate zero3": "accelerate, ZeRO-3",
+    "hybrid": "Hybrid", "fsdp2": "FSDP2", FSDP2_TENSOR: "FSDP2 and tensor", "trainer": "Trainer, DDP",
+    "accelerate": "accelerate, DDP", "accelerate zero2": "accelerate, ZeRO-2", "accelerate zero3": "accelerate, ZeRO-3",
 }  # fmt: skip
 LIBRARY = {
     "deepspeed": "DeepSpeed", "torch": "PyTorch", "transformers": "transformers", "accelerate": "accelerate",
@@ -72,10 +73,16 @@ engine does not use, trains four layers instead; its loss is compared with plain
 engine does not have, ZeRO trains two vectors whose losses are known. ZeRO's optimizer is PyTorch's AdamW, for the
 pipeline and the vectors plain SGD: DeepSpeed's own, which must be compiled (cpu_adam, fused_adam), are not tried. The
 strategies that need no DeepSpeed are trained under each release of PyTorch and compared with DDP, and DDP with one
-process.
+process. FSDP2 and tensor parallelism together, two by two processes, train a LayerNorm over halves of the sequence
+([two_meshes.py](../../t5bench/tools/ledger/two_meshes.py)), whose gradient almost cancels between the halves of the
+data: rounding that a model hides is seen there. No launcher trains so.
 
 Shapes of models and of training loops, from `used once` on, are those of three linear layers
 ([shapes.py](../../t5bench/tools/ledger/shapes.py)), compared with plain PyTorch in one process. No launcher meets them.
+A layer used twice is reported wrong in bf16 under ZeRO-2 on 16 GPUs, from 0.18.3 to 0.19.3
+([#8224](https://github.com/deepspeedai/DeepSpeed/issues/8224)). On a CPU, 4, 8 and 16 processes do not show it either,
+tried under 0.18.3, 0.19.0 and 0.19.3 with eight micro-batches and clipping, and on 16 also with two calls of the model
+before a backward pass, with small buckets and with overlapping communication.
 
 transformers' Trainer and accelerate's loop train a small Llama, T5 or three layers
 ([trainers.py](../../t5bench/tools/ledger/trainers.py)) over DDP and are compared with plain PyTorch in one process, on
