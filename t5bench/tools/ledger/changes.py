@@ -151,11 +151,11 @@ CHANGES = (
     ),
     Change(
         (37766,), "T5 takes the mean of each micro-batch, whatever the Trainer counts", (TRAINER,),
-        first_right="5.15.0", shapes=("unequal encoder-decoder",), issues=TRANSFORMERS_ISSUES,
+        first_right="5.0.0", shapes=("unequal encoder-decoder",), issues=TRANSFORMERS_ISSUES,
     ),
     Change(
         (47688,), "models take the Trainer's count of tokens and drop it; T5, found here, is none of those it names",
-        (TRAINER,), first_wrong="5.15.0", shapes=("encoder-decoder", "unequal encoder-decoder"),
+        (TRAINER,), first_wrong="5.0.0", shapes=("encoder-decoder", "unequal encoder-decoder"),
         issues=TRANSFORMERS_ISSUES,
     ),
     Change(

@@ -88,8 +88,8 @@ transformers' Trainer and accelerate's loop train a small Llama, T5 or three lay
 ([trainers.py](../../t5bench/tools/ledger/trainers.py)) over DDP and are compared with plain PyTorch in one process, on
 the samples that both processes took for the step, all at once. Its loss is the mean of the cross-entropy over all
 target tokens of the step, whichever process and micro-batch they are in; the Trainer's is the loss that it logs, before
-it is rounded. accelerate ignores FSDP's plugin on a CPU, and takes a run with DeepSpeed's for one process: FSDP2, and
-ZeRO with the Trainer, cannot be shown here. accelerate's loop over ZeRO divides the data on its own.
+it is rounded. accelerate ignores FSDP's plugin on a CPU, and its newer releases take a run with DeepSpeed's for one
+process: FSDP2, and ZeRO with the Trainer, cannot be shown here. The loop over ZeRO divides the data on its own.
 
 All cells were measured on a CPU over gloo, for {ITERATIONS} iterations, with {PROCESSES} processes unless the mode says
 otherwise, hybrid and DeepSpeed's pipeline with {PIPELINE_PROCESSES}. That shows what a release computes, but not

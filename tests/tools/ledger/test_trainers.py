@@ -165,6 +165,9 @@ def test_what_the_ledger_says_of_a_trainers_release(capsys):
     said = capsys.readouterr().out
     assert "transformers 4.45.2 with torch 2.13.0, on a CPU" in said
     assert "in unequal targets: gradient norm off by" in said and "transformers/issues/34191" in said
+    main(["ledger", "--answer", "transformers==5.24.0"])
+    said = capsys.readouterr().out
+    assert "in encoder-decoder: gradient norm 8 times as large" in said and "transformers/issues/47688" in said
     assert main(["ledger", "--answer", "accelerate==1.15.0", "--strategies", "accelerate"]) == 0
     said = capsys.readouterr().out
     assert "in last window: gradient norm off by 50 % from iteration 2 on" in said
