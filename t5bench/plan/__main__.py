@@ -58,6 +58,8 @@ def keep_the_answer_apart() -> int:
     descriptor = os.dup(sys.stdout.fileno())
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     sys.stdout.flush()
+    # The first object still asks where in its file it is, which nothing but a file answers.
+    sys.stdout = open(sys.stdout.fileno(), "w", encoding=sys.stdout.encoding, closefd=False)  # noqa: SIM115
     return descriptor
 
 

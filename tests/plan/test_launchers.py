@@ -38,6 +38,14 @@ def planned(project: Project, strategy: str, *arguments: str, **environment: str
     return plan
 
 
+def test_the_plan_goes_to_a_file_and_notes_through_a_pipe(tmp_path: Path):
+    words = [sys.executable, "-m", "t5bench.plan", str(tmp_path), "script-help", "quickstart"]
+    with (tmp_path / "answer").open("w") as file:
+        result = subprocess.run(words, cwd=REPO_ROOT, stdout=file, stderr=subprocess.PIPE, text=True, check=False)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert (tmp_path / "answer").read_text()
+
+
 def test_a_python_without_torch_is_named(project: Project, tmp_path: Path):
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "empty")], check=True)
     obstacles = planned(project, "ddp", PYTHON=str(tmp_path / "empty" / "bin" / "python"), PYTHONPATH=None)["obstacles"]
