@@ -155,6 +155,10 @@ def counts_of(settings: dict[str, str], launcher: str, processes: int) -> dict[s
         }
         script = ["bash", str(REPOSITORY / f"scripts/run_megatron_t5_{launcher}.sh"), "--dry-run=json"]
         planned = json.loads(subprocess.run(script, env=environment, check=True, capture_output=True).stdout)
+        if planned["ds_config"]:
+            config = Path(directory) / "run" / "ds_config.json"
+            config.parent.mkdir(exist_ok=True)
+            config.write_text(json.dumps(planned["ds_config"]))
         words = [word for part in ("settings", "fixed", "own", "extra") for word in planned["arguments"][part]]
         words = [
             word

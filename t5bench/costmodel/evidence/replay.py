@@ -4,7 +4,7 @@ Each choice of a100_grid.csv is searched, with measurements that come from the t
 costmodel/search.py, as in a live search.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean
 
@@ -46,19 +46,20 @@ def choices(cells: Iterable[GridPoint]) -> list[list[GridPoint]]:
 
 def replay(cells: Sequence[GridPoint]) -> Replayed:
     """Searches among the cells of one choice."""
-    by_name = {str(number): cell for number, cell in enumerate(cells)}
-    fastest = min(cell.seconds for cell in cells)
+    options = [Option(str(number), cell.job, cell.machine) for number, cell in enumerate(cells)]
+    return replay_options(options, {str(number): cell.seconds for number, cell in enumerate(cells)})
+
+
+def replay_options(options: Sequence[Option], seconds: Mapping[str, float]) -> Replayed:
+    """seconds: what an iteration of each takes, by the option's name."""
+    fastest = min(seconds.values())
     standings: list[Standing] = []
-    search = Search([Option(name, cell.job, cell.machine) for name, cell in by_name.items()])
-
-    def measure(option: Option) -> SearchRun:
-        return SearchRun(by_name[option.name].seconds)
-
-    for standing in steps(search, measure, lambda so_far: True):
+    search = Search(options)
+    for standing in steps(search, lambda option: SearchRun(seconds[option.name]), lambda so_far: True):
         standings.append(standing)
-    regrets = [by_name[standing.named.option.name].seconds / fastest - 1 for standing in standings]
+    regrets = [seconds[standing.named.option.name] / fastest - 1 for standing in standings]
     return Replayed(
-        options=len(cells),
+        options=len(options),
         regrets=regrets,
         possible_regrets=[standing.possible_regret for standing in standings],
         runs=len(search.measured),

@@ -106,13 +106,18 @@ def launchable(args: argparse.Namespace, planned: Plan, tensor: int | None, pipe
 
 
 def that_may_be_fastest(ranked: Sequence[Candidate]) -> list[Candidate]:
-    """Without those that recompute what would fit as well, and those that are far slower whatever is not known."""
+    """Without those that are far slower whatever is not known."""
     fastest = ranked[0]
     candidates = [
         each
         for each in ranked
         if each.seconds <= MOST_AS_FAST * fastest.seconds or not each.surely_slower_than(fastest)
     ]
+    return without_needless_recomputation(candidates)
+
+
+def without_needless_recomputation(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Without those that recompute what would fit as well."""
     jobs = {each.job for each in candidates}
     return [
         each for each in candidates if each.job.recompute == "none" or replace(each.job, recompute="none") not in jobs

@@ -225,6 +225,10 @@ class Cluster:
         kept = {name: os.environ[name] for name in ("HOME", "LANG") if name in os.environ}
         return kept | {"PATH": f"{os.environ['PATH']}:{SYSTEM_PATH}", "LAB_DIR": str(self.directory)}
 
+    def first_process(self, host: str) -> int:
+        """The pid, on this machine, of the one that all others of the host come from."""
+        return self._hosts[host][1]
+
     def _inside(self, host: str, *command: str) -> list[str]:
         assert host in self._hosts, f"host {host} is not up"
         return ["nsenter", "-t", str(self._hosts[host][1]), *command]

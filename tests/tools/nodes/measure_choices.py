@@ -1,0 +1,185 @@
+"""Measures choices among layouts on the lab's hosts: each layout once, and what scripts/search.sh finds with few runs.
+
+    python tests/tools/nodes/measure_choices.py DIRECTORY [CHOICE...]
+
+Run it as root on a machine that does nothing else; it takes some ten minutes a choice. It leaves the runs in DIRECTORY,
+continues where it stopped, and writes what DIRECTORY holds into tests/costmodel/evidence/lab_choices.json. The data of
+family F is prepared in DIRECTORY/F-data. The hosts are network namespaces that share this machine's cores.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "tests"), str(Path(__file__).parent)]
+
+import msgspec  # noqa: E402
+from cluster_lab import SYSTEM_PATH, Cluster  # noqa: E402
+
+from t5bench.plan.asked import LAYOUT_SETTINGS, asked_model  # noqa: E402
+from t5bench.tools.search import command  # noqa: E402
+from t5bench.tools.search.runs import STATE, Runner, name_of, remembered  # noqa: E402
+
+TABLE = REPOSITORY / "tests" / "costmodel" / "evidence" / "lab_choices.json"
+CPUSETS = Path("/sys/fs/cgroup/cpuset")
+SETTINGS = {
+    "ENGINE": "native", "LAUNCH": "ssh", "DEVICE": "cpu", "NPROC_PER_NODE": "1", "MODEL_PRESET": "tiny",
+    "PRECISION_FLAG": "", "DROPOUT": "0", "GLOBAL_BATCH_SIZE": "4", "OMP_NUM_THREADS": "1", "RETRIES": "0",
+    "WANDB_MODE": "disabled",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Hosts, their links and a model."""
+
+    hosts: int
+    rate: str
+    """Of each host's link, as tc writes it."""
+    family: str
+    core: int | None = None
+    """The one core that all hosts share, which slows each of them down; None: all of this machine's."""
+
+
+CHOICES = {
+    "two hosts, 1 Gbit/s, T5": Choice(2, "1000mbit", "t5"),
+    "two hosts, 100 Mbit/s, T5": Choice(2, "100mbit", "t5"),
+    "two hosts on one core, 1 Gbit/s, GPT-2": Choice(2, "1000mbit", "gpt", core=1),
+    "four hosts, 1 Gbit/s, T5": Choice(4, "1000mbit", "t5"),
+    "four hosts, 100 Mbit/s, GPT-2": Choice(4, "100mbit", "gpt"),
+}
+
+
+def put_on_core(cluster: Cluster, core: int) -> Path:
+    """All that runs on the nodes, and what they start later. Returns the control group."""
+    group = CPUSETS / f"t5bench-{os.getpid()}"
+    group.mkdir()
+    (group / "cpuset.mems").write_text("0")
+    (group / "cpuset.cpus").write_text(str(core))
+    processes = [cluster.first_process(node) for node in cluster.nodes]
+    while processes:
+        process = processes.pop()
+        (group / "cgroup.procs").write_text(str(process))
+        for task in Path(f"/proc/{process}/task").iterdir():
+            processes += [int(child) for child in (task / "children").read_text().split()]
+    return group
+
+
+def measure(choice: Choice, directory: Path, data: Path) -> None:
+    """The network, the hosts, every layout, and a search that knows the first two."""
+    directory.mkdir(parents=True, exist_ok=True)
+    network = directory / "network.json"
+    host = directory / "host.json"
+    group = None
+    with TemporaryDirectory() as lab:
+        cluster = Cluster(Path(lab) / "lab", choice.hosts)
+        try:
+            cluster.up()
+            for node in cluster.nodes:
+                cluster.shape(node, choice.rate)
+            if choice.core is not None:
+                group = put_on_core(cluster, choice.core)
+            environment = SETTINGS | {
+                "MODEL_FAMILY": choice.family,
+                "MEGATRON_DATA_DIR": str(data),
+                "HOSTS": " ".join(cluster.nodes),
+                "PYTHON": sys.executable,
+                "PATH": f"{Path(sys.executable).parent}:{SYSTEM_PATH}",
+            }
+
+            def run(*words: str, **settings: str) -> None:
+                line = cluster.on("login", *words, env=environment | settings, cwd=REPOSITORY)
+                with (directory / "log").open("a") as log:
+                    subprocess.run(line, stdin=subprocess.DEVNULL, stdout=log, stderr=log, check=False)
+
+            if not (network.exists() and host.exists()):
+                run("bash", "scripts/check_cluster.sh", "--network", str(network), "--host", str(host))
+            run(
+                "bash",
+                "scripts/search.sh",
+                RUNS_DIR=str(directory / "search"),
+                NETWORK=str(network),
+                HOST_COST=str(host),
+            )
+            run(sys.executable, __file__, "--every-layout", str(directory / "every"), str(network), str(host))
+        finally:
+            cluster.down()
+            if group:
+                group.rmdir()
+
+
+def measure_every_layout(directory: Path, network: str, host: str) -> None:
+    """On a host of the lab: one run of each layout that the launchers can start, whatever is predicted of it."""
+    for name in LAYOUT_SETTINGS:
+        os.environ.pop(name, None)
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    words = ["--runs-dir", str(directory), "--launch", "ssh", "--network", network, "--host", host]
+    args = parser.parse_args(words)
+    directory.mkdir(parents=True, exist_ok=True)
+    planned = command.plan_of_hosts(args)
+    candidates = command.without_needless_recomputation(command.launchable(args, planned, None, None))
+    memory = remembered(directory, command.question(args, planned, candidates[0]))
+    runner = Runner(directory, over_ssh=True, iterations=args.iterations, memory=memory)
+    for candidate in candidates:
+        name = name_of(candidate)
+        if name not in memory.outcomes and name not in memory.failed:
+            runner.measure(name, candidate)
+
+
+def row(name: str, choice: Choice, directory: Path, data: Path) -> dict[str, object]:
+    """A choice in the table."""
+    every = json.loads((directory / "every" / STATE).read_text())
+    search = json.loads((directory / "search" / STATE).read_text())
+    settings = SETTINGS | {"MODEL_FAMILY": choice.family, "MEGATRON_DATA_DIR": str(data)}
+    os.environ |= settings
+    model = asked_model(argparse.Namespace(model=None, vocabulary=None))
+    last = search["moments"][-1]
+    return {
+        "name": name,
+        "hosts": choice.hosts,
+        "global_batch": int(SETTINGS["GLOBAL_BATCH_SIZE"]),
+        "engine_job": msgspec.to_builtins(model.engines[0]),
+        "network": json.loads((directory / "network.json").read_text()),
+        "host_cost": json.loads((directory / "host.json").read_text()),
+        "iterations": int(every["question"]["iterations"]),
+        "seconds": {layout: outcome["seconds"] for layout, outcome in every["outcomes"].items()},
+        "failed": every["failed"],
+        "search": {
+            "named": last["named"],
+            "possible_regret": last["possible_regret"],
+            "runs": sum(max(1, len(outcome["times"])) for outcome in search["outcomes"].values()),
+            "minutes": search["seconds"] / 60,
+            "seconds": {layout: outcome["seconds"] for layout, outcome in search["outcomes"].items()},
+        },
+    }
+
+
+def folder(directory: Path, name: str) -> Path:
+    return directory / name.lower().replace(",", "").replace("/", "-").replace(" ", "-")
+
+
+def main() -> None:
+    if sys.argv[1] == "--every-layout":
+        measure_every_layout(Path(sys.argv[2]), sys.argv[3], sys.argv[4])
+        return
+    directory = Path(sys.argv[1]).absolute()
+    for name in sys.argv[2:] or CHOICES:
+        choice = CHOICES[name]
+        measure(choice, folder(directory, name), directory / f"{choice.family}-data")
+    rows = [
+        row(name, choice, folder(directory, name), directory / f"{choice.family}-data")
+        for name, choice in CHOICES.items()
+        if (folder(directory, name) / "search" / STATE).exists()
+    ]
+    TABLE.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
