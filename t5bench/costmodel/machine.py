@@ -75,8 +75,8 @@ class Host:
 # The uncertainty: a current EPYC, with this project's native engine, has 10 us; what Megatron-LM's tests imply for a
 # DGX A100 is 80 us.
 UNMEASURED = 2.5
-ON_AMPERE = Host(36e-6, UNMEASURED)
-ON_HOPPER = Host(25e-6, UNMEASURED)
+ON_AMPERE = Host(40e-6, UNMEASURED)
+ON_HOPPER = Host(28e-6, UNMEASURED)
 ON_CPU = Host(10e-6, UNMEASURED)
 OLDER = ("volta", "turing", "ampere", "ampere-sxm", "cdna2")
 

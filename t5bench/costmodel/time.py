@@ -57,10 +57,9 @@ OPTIMIZER_BYTES = 40
 CPU = Device("cpu", "", tensor=0.05, vector=0.05, memory=0, bandwidth=10e9, pcie=10e9, ampere=False)
 CPU_ADAM = 1e9  # parameters per second of DeepSpeedCPUAdam on one socket
 # DeepSpeed's Python around every tensor of a micro-batch, in operators: gradient hooks, stage 3's fetching and
-# releasing. Estimated from CPU runs over unlimited links, where ZeRO-2 still takes 10 % and ZeRO-3 8 to 24 % longer.
-# DeepSpeed 0.19.8's own operators and calls of Python (docs/generated/release_costs.md), with a call at 6 % of an
-# operator, make it 5, 10 and 36.
-HOOK_OPERATORS = {0: 0, 1: 4, 2: 8, 3: 40}
+# releasing. DeepSpeed 0.19.8's operators and calls of Python as the ledger counts them
+# (docs/generated/release_costs.md), with a call at 6 % of an operator.
+HOOK_OPERATORS = {0: 0, 1: 5, 2: 10, 3: 36}
 # FSDP2's for a layer and for the root in a micro-batch: gathering, copying, freeing (counted with TorchDispatchMode;
 # its Python between them is not counted).
 FSDP2_LAYER_OPERATORS = 16
@@ -73,25 +72,34 @@ OTHER_TENSORS = 4
 
 @dataclass(frozen=True)
 class Operators:
-    """What a model dispatches for one micro-batch, forward and backward with the gradients' accumulation."""
+    """What a model dispatches for one micro-batch, forward and backward with the gradients' accumulation.
+
+    A third is forward.
+    """
 
     encoder_layer: int
-    """Or a layer of a model with a single stack. A third is forward."""
     decoder_layer: int
     """With cross-attention."""
+    layer: int
+    """Of a model with a single stack."""
     others: int
-    """Of embeddings, head and loss."""
+    """Of the embeddings, head and loss of a single stack."""
+    others_of_two: int
+    """Of an encoder and a decoder, with their masks."""
+    cost: float = 1.0
+    """Of one for the host, beside one of Megatron-DeepSpeed's, around which there is more Python."""
 
 
 # Counted with TorchDispatchMode: tests/costmodel/count_operators.py does it for the two engines. Hugging Face's are of
 # T5 v1.1 in 16 bits.
 OPERATORS = {
-    "native": Operators(89, 162, 73),
-    "huggingface": Operators(139, 211, 60),
-    "autocast": Operators(159, 239, 60),
+    "native": Operators(89, 162, 94, 44, 73, cost=0.7),
+    "huggingface": Operators(139, 211, 139, 60, 60),
+    "autocast": Operators(159, 239, 159, 60, 60),
 }
-FUSED_OPERATORS = Operators(74, 125, 60)
-"""Of Megatron-DeepSpeed with its fused kernels, and of other software."""
+FUSED_OPERATORS = Operators(64, 110, 66, 60, 188)
+"""Of Megatron-DeepSpeed with its fused kernels, and of other software. 32 operators more prepare a micro-batch, which
+a GPU does not wait for."""
 
 
 @dataclass(frozen=True)
@@ -260,7 +268,7 @@ def stage_seconds(job: Job, machine: Machine, stage: int, slower: float = 1.0) -
             core += layers * layer.core
     head = _head_seconds(job, rates) if part.head else 0.0
     operators = _layer_operators(job, part)
-    others = _operators(job).others if part.head else 0
+    others = _other_operators(job) if part.head else 0
     recomputed = {"none": 0.0, "selective": core, "full": forward}[job.recompute]
     operators_again = {"none": 0.0, "selective": operators / 18, "full": operators / 3}[job.recompute]
 
@@ -339,15 +347,23 @@ def _operators(job: Job) -> Operators:
     return OPERATORS.get(job.engine, FUSED_OPERATORS)
 
 
-def _layer_operators(job: Job, part: Stage) -> int:
-    """Operators that the layers of a stage dispatch for one micro-batch, forward and backward."""
+def _other_operators(job: Job) -> float:
+    operators = _operators(job)
+    return operators.cost * (operators.others_of_two if job.architecture.cross_attention else operators.others)
+
+
+def _layer_operators(job: Job, part: Stage) -> float:
+    """Operators that the layers of a stage dispatch for one micro-batch, forward and backward, by their cost."""
     a = job.architecture
     operators = _operators(job)
-    has_three_blocks = a.cross_attention and not a.merged_attention
-    decoder = operators.decoder_layer if has_three_blocks else operators.encoder_layer
     norms = (2 if a.post_norms else 0) + (2 if a.query_key_norms else 0)
-    further = NORM_OPERATORS * norms * (part.encoder_layers + part.decoder_layers)
-    return operators.encoder_layer * part.encoder_layers + decoder * part.decoder_layers + further
+    layers = part.encoder_layers + part.decoder_layers
+    further = NORM_OPERATORS * norms * layers
+    if not a.cross_attention:
+        return operators.cost * (operators.layer * layers + further)
+    decoder = operators.encoder_layer if a.merged_attention else operators.decoder_layer
+    counted = operators.encoder_layer * part.encoder_layers + decoder * part.decoder_layers + further
+    return operators.cost * counted
 
 
 def _hook_operators(job: Job, part: Stage) -> int:

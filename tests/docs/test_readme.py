@@ -93,9 +93,9 @@ def test_seed_settings_keep_their_names_and_defaults():
         assert f"| `{name}` | `{default}` |" in page, name
 
 
-SIZES = {"TP": " (TP={tensor})", "PP": " (PP={pipeline})", "PP interleaved": " (PP={pipeline})"}
+SIZES = {"TP": " (TP={tensor})"} | dict.fromkeys(("PP", "PP interleaved", "PP zero-bubble"), " (PP={pipeline})")
 NAMES = {"TP": "tensor", "PP": "pipeline", "PP interleaved": "interleaved pipeline", "TP x PP": "tensor x pipeline"}
-NAMES |= {"ZeRO-3 offload": "ZeRO-3 + offload"}
+NAMES |= {"ZeRO-3 offload": "ZeRO-3 + offload", "PP zero-bubble": "zero-bubble pipeline"}
 LIMITS = {"computing": "", "communication": ", communication", "host": ", launching kernels"}
 
 
