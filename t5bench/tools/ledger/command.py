@@ -281,13 +281,10 @@ class Ledger:
             return ["--stage", str(PIPELINES[strategy]), *in_bf16, *clips]
         if strategy in TRAINERS:
             in_bf16 = ["--bf16"] if mode.precision == "bf16" else []
-            by = [
-                "--by",
-                "trainer" if strategy == TRAINER else "accelerate",
-                "--stage",
-                str(ACCELERATE_STAGES.get(strategy, 0)),
-            ]
-            return [*by, "--case", mode.shape, "--directory", str(directory / "checkpoints"), *in_bf16]
+            by = "trainer" if strategy == TRAINER else "accelerate"
+            stage = str(ACCELERATE_STAGES.get(strategy, 0))
+            checkpoints = str(directory / "checkpoints")
+            return ["--by", by, "--stage", stage, "--case", mode.shape, "--directory", checkpoints, *in_bf16]
         if strategy == FSDP2_TENSOR:
             return ["--bf16"] if mode.precision == "bf16" else []
         if mode.shape:
