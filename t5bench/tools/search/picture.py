@@ -17,7 +17,7 @@ def draw(moments: Sequence[Moment], titles: Mapping[str, str], path: Path) -> No
     """
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(6.4, 3.4), layout="constrained")
+    figure = Figure(figsize=(8.4, 3.2), layout="constrained")
     axes = figure.subplots()
     minutes = [moment.minutes for moment in moments]
     percent = [min(LARGEST, 100 * moment.possible_regret) for moment in moments]
@@ -29,5 +29,5 @@ def draw(moments: Sequence[Moment], titles: Mapping[str, str], path: Path) -> No
     axes.axhline(100 * TOO_CLOSE, color="grey", linestyle=":", label=f"{TOO_CLOSE:.0%}: the search may stop")
     axes.set(xlabel="minutes of runs", ylabel="at most so much slower\nthan the fastest layout, %")
     axes.set(ylim=(0, None), xlim=(0, None))
-    axes.legend(title="named after a run", fontsize="small", title_fontsize="small", frameon=False)
+    figure.legend(title="named after a run", loc="outside right upper", frameon=False)
     figure.savefig(path, format="svg")
