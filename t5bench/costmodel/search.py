@@ -107,8 +107,7 @@ class Standing:
     @property
     def is_certain(self) -> bool:
         """Whether more runs would change nothing that matters."""
-        enough = self.runs >= LEAST_RUNS or not self.dropped
-        return not self.left or (enough and self.possible_regret <= TOO_CLOSE)
+        return not self.left or (self.runs >= LEAST_RUNS and self.possible_regret <= TOO_CLOSE)
 
 
 @dataclass

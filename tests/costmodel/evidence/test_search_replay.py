@@ -8,7 +8,7 @@ import pytest
 
 from t5bench.costmodel.evidence import grid, replay
 from t5bench.costmodel.evidence.replay import Replayed
-from t5bench.costmodel.search import Expected, Option, Search, SearchRun, are_equal, possible_regret, steps
+from t5bench.costmodel.search import LEAST_RUNS, Expected, Option, Search, SearchRun, are_equal, possible_regret, steps
 
 pytestmark = pytest.mark.slow  # ranks up to 26 layouts after each of some 240 runs
 
@@ -31,6 +31,7 @@ def test_a_few_runs_come_near_the_fastest(searches: list[Replayed]):
 
 def test_it_stops_when_its_answer_is_certain(searches: list[Replayed]):
     assert mean(search.runs for search in searches) <= 4
+    assert all(search.runs >= min(LEAST_RUNS, search.options) for search in searches)
     assert mean(search.runs / search.options for search in searches) <= 0.6
     assert mean(search.regrets[-1] for search in searches) <= 0.005
 
