@@ -8,7 +8,7 @@ and the measured times, so that a replay on published times makes the same ones 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import erf, exp, log, sqrt
-from statistics import mean, stdev
+from statistics import mean, stdev, variance
 
 from t5bench.costmodel import intervals
 from t5bench.costmodel.calibration import Calibrated, MeasuredTime, calibrate
@@ -138,7 +138,8 @@ class Search:
                 continue
             outcome = self.measured.get(option.name)
             if outcome:
-                found.append(Expected(option, log(outcome.seconds), outcome.error, True))
+                error = max(outcome.error, self.between_runs / sqrt(outcome.repeats))
+                found.append(Expected(option, log(outcome.seconds), error, True))
                 continue
             found.append(_predicted(option, known))
         return found
@@ -168,13 +169,31 @@ class Search:
         )
 
     @property
+    def between_runs(self) -> float:
+        """The standard deviation of the logarithms of an option's times, as those that ran again show it; 0 before."""
+        squares = 0.0
+        freedom = 0
+        for outcome in self.measured.values():
+            if outcome.times:
+                logarithms = [log(seconds) for seconds in outcome.times]
+                squares += variance(logarithms) * (outcome.repeats - 1)
+                freedom += outcome.repeats - 1
+        return sqrt(squares / freedom) if freedom else 0.0
+
+    @property
     def runs(self) -> int:
         """All that were made of the measured options."""
         return sum(outcome.repeats for outcome in self.measured.values())
 
     def to_repeat(self, standing: Standing) -> Option | None:
         """Of the named option and those that may be as fast, the one with the fewest runs; None if more runs would
-        not tell them apart, or each has MOST_REPEATS."""
+        not tell them apart, or each has MOST_REPEATS.
+
+        The named one runs twice in any case: that shows how much the runs of this machine differ.
+        """
+        named = self.measured.get(standing.named.option.name)
+        if named and named.repeats == 1 and len(self.measured) > 1:
+            return standing.named.option
         close = [each for each in standing.equals if not are_surely_equal(each, standing.named)]
         if not close:
             return None
