@@ -1,8 +1,8 @@
 """Writes the generated pages again, into docs/generated or a folder: ``python -m docs.make_generated [folder]``.
 
 So are the answers of the commands in learn.md. A test (tests/docs/test_generated.py) asks that this changes nothing.
-What comes from runs stays as it is: ledger.json, continuations.json, release_costs.*, the example and the pictures of
-the quick start. What launchers read of the ledger is written, too.
+What comes from runs stays as it is: ledger.json, continuations.json, release_costs.*, the example, the pictures of
+the quick start and that of a search. What launchers read of the ledger is written, too.
 """
 
 import contextlib
