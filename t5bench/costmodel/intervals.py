@@ -29,9 +29,9 @@ MEMORY = 1.054
 # Standard deviations of natural logarithms. A ratio has the errors of two layouts.
 LAYOUT = 0.107
 """Of what a layout does not share with others: evidence/grid.py's."""
-LAYOUT_ON_CPU = 0.15
-"""The same where processes on CPUs compute: what tests/costmodel/evidence/lab_choices.json's layouts show after one run
-of DDP."""
+LAYOUT_ON_CPU = 0.18
+"""The same where processes on CPUs compute: of the 104 layouts in tests/costmodel/evidence/lab_choices.json after one
+run of DDP."""
 SHARED = 0.85
 """The share of its variance that layouts of one shape have in common: what evidence/grid.py's pairs show that differ in
 pipeline stages alone. Layouts that differ in their shape have none."""
@@ -41,9 +41,9 @@ GPU = sqrt((log(TIME) / Z) ** 2 - LAYOUT**2)
 LINK = 0.30
 """Of the rate that collectives reach on a link that was not measured."""
 MEASURED_LINK = 0.10
-LATENCY = 0.6
-"""Of a message's latency between processes that compute on CPUs and so wait for each other: nine measurements on one
-machine, alone and beside other work, found 0.24 to 2.6 ms (docs/prediction_evidence.md)."""
+LATENCY = 0.50
+"""Of a message's latency between processes that compute on CPUs and so wait for each other: twelve measurements on one
+machine found 0.24 to 1.2 ms (docs/prediction_evidence.md and tests/costmodel/evidence/lab_choices.json)."""
 CPU_SPEED = 1.5
 """Of a CPU: nothing is known of its speed before a run calibrates it."""
 CPU_HOST = 0.30

@@ -8,7 +8,7 @@ and the measured times, so that a replay on published times makes the same ones 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import erf, exp, log, sqrt
-from statistics import mean, stdev, variance
+from statistics import median, stdev, variance
 
 from t5bench.costmodel import intervals
 from t5bench.costmodel.calibration import Calibrated, MeasuredTime, calibrate
@@ -44,9 +44,9 @@ class SearchRun:
     """What the runs of an option showed."""
 
     seconds: float
-    """Of an iteration; of several runs the geometric mean."""
+    """Of an iteration; of several runs the median, so that one that was disturbed does not count."""
     error: float = 0.0
-    """The standard deviation of the logarithm of `seconds`: how well the runs determine it."""
+    """The standard deviation of the logarithm of `seconds`, as its own runs show it."""
     times: Sequence[float] = ()
     """Of each run, if there were several."""
 
@@ -55,13 +55,13 @@ class SearchRun:
         return max(1, len(self.times))
 
     def with_another(self, run: "SearchRun") -> "SearchRun":
-        """With one more run. They differ by more than one run can show of itself if the machine does."""
+        """With one more run. Where one was disturbed, they differ by more than each shows of itself."""
         times = [*(self.times or [self.seconds]), run.seconds]
         count = len(times)
         logarithms = [log(seconds) for seconds in times]
         within = sqrt((self.repeats * self.error) ** 2 + run.error**2) / count
         between = stdev(logarithms) / sqrt(count)
-        return SearchRun(exp(mean(logarithms)), max(within, between), times)
+        return SearchRun(exp(median(logarithms)), max(within, between), times)
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,8 @@ class Search:
 
     @property
     def between_runs(self) -> float:
-        """The standard deviation of the logarithms of an option's times, as those that ran again show it; 0 before."""
+        """The standard deviation of the logarithms of an option's times, of all that ran again together; 0 before one
+        did. It speaks for options that ran once."""
         squares = 0.0
         freedom = 0
         for outcome in self.measured.values():
@@ -256,7 +257,8 @@ def steps(
     """Measures one option after another; yields what is known before the first run and after each.
 
     measure: None for an option that cannot run. may_go_on: whether the budget allows another run. It ends when the
-    answer is certain, and those that one run cannot tell apart were repeated in turn, or when the budget is spent.
+    answer is certain, the named option ran twice, and those that one run cannot tell apart were repeated in turn, or
+    when the budget is spent.
     Raises ValueError if every option fails.
     """
     standing = search.standing()

@@ -57,8 +57,8 @@ OPTIMIZER_BYTES = 40
 CPU = Device("cpu", "", tensor=0.05, vector=0.05, memory=0, bandwidth=10e9, pcie=10e9, ampere=False)
 CPU_ADAM = 1e9  # parameters per second of DeepSpeedCPUAdam on one socket
 # DeepSpeed's Python around every tensor of a micro-batch, in operators: gradient hooks, stage 3's fetching and
-# releasing. DeepSpeed 0.19.8's operators and calls of Python as the ledger counts them
-# (docs/generated/release_costs.md), with a call at 6 % of an operator.
+# releasing. What DeepSpeed 0.19.8 adds in operators and calls of Python, as the ledger counts them
+# (docs/generated/release_costs.json); that a call costs 6 % of an operator is an estimate.
 HOOK_OPERATORS = {0: 0, 1: 5, 2: 10, 3: 36}
 # FSDP2's for a layer and for the root in a micro-batch: gathering, copying, freeing (counted with TorchDispatchMode;
 # its Python between them is not counted).
@@ -74,7 +74,7 @@ OTHER_TENSORS = 4
 class Operators:
     """What a model dispatches for one micro-batch, forward and backward with the gradients' accumulation.
 
-    A third is forward.
+    About a third is forward.
     """
 
     encoder_layer: int
@@ -99,8 +99,9 @@ OPERATORS = {
     "autocast": Operators(159, 239, 159, 60, 60),
 }
 FUSED_OPERATORS = Operators(64, 110, 66, 60, 188)
-"""Of Megatron-DeepSpeed with its fused kernels, and of other software. 32 operators more prepare a micro-batch, which
-a GPU does not wait for."""
+"""Of Megatron-DeepSpeed with its fused kernels, and of other software. Around the layers 92 and 220 are counted. With
+32 fewer, a search replayed on published times (evidence/replay.py) ends nearer to the fastest; why is not known. A GPU
+may not wait for those that prepare a micro-batch."""
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,11 @@ LAYOUT_SETTINGS = (
 ZERO = ("zero1", "zero2", "zero3", "zero3_offload")
 
 
+def without_layout(settings: Mapping[str, str]) -> dict[str, str]:
+    """Settings with which DDP's plan says what does not depend on the layout."""
+    return {name: value for name, value in settings.items() if name not in LAYOUT_SETTINGS}
+
+
 def add_machine(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="", help="a GPU's name, as in nvidia-smi or in this project")
     link = f"a node's link in Gbit/s (default: {GIGABITS:g})"
@@ -219,9 +224,7 @@ def asked_model(args: argparse.Namespace) -> AskedModel:
 def plans_of_one_gpu(args: argparse.Namespace, engine: str) -> list[Plan]:
     """The launchers' settings, and those of a preset by its name, as plans of DDP and ZERO for one GPU."""
     one = {"NPROC_PER_NODE": "1", "GLOBAL_BATCH_SIZE": "1", "MICRO_BATCH_SIZE": "1", "ENGINE": engine}
-    settings = os.environ | ALONE | one | settings_of(args.model)
-    for name in LAYOUT_SETTINGS:
-        settings.pop(name, None)
+    settings = without_layout(os.environ | ALONE | one | settings_of(args.model))
     plans = [plan(settings, strategy) for strategy in ("ddp", *ZERO)]
     for planned in plans:
         if planned.layout is None or (planned.strategy.ds_config and not planned.ds_config):

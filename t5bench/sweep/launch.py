@@ -19,7 +19,7 @@ from pathlib import Path
 
 from t5bench import REPOSITORY, Problem, note
 from t5bench.plan import launchers
-from t5bench.plan.asked import LAYOUT_SETTINGS
+from t5bench.plan.asked import without_layout
 from t5bench.plan.channel import SECRET
 from t5bench.plan.planner import plan
 from t5bench.plan.ports import free_port
@@ -255,9 +255,7 @@ class Launch:
     def _reach_hosts(self) -> None:
         # This machine need not be one of them, and then its rank could not be inferred.
         environment = launchers.with_slurm_hosts({**self._environment, "NODE_RANK": "0"})
-        for name in LAYOUT_SETTINGS:  # of another strategy
-            environment.pop(name, None)
-        baseline = launchers.accepted(plan(environment, BASELINE))
+        baseline = launchers.accepted(plan(without_layout(environment), BASELINE))
         if not baseline.hosts:
             raise Problem("LAUNCH=ssh but no hosts are known", 'export HOSTS="node0 node1" in rank order')
         self._hosts = baseline.hosts

@@ -92,7 +92,7 @@ CHANGES = (
         (8158,), "a padded fetch overlaps the memory next to it", ("zero3", "zero3_offload"), first_right="0.19.4",
     ),
     Change(
-        (7568, 7580), "an overflow in one process's partition is not told to the others", ("zero1",),
+        (7568, 7580), "one process does not learn of an overflow in another's partition", ("zero1",),
         first_wrong="0.17.1", first_right="0.18.0", precision="fp16", verdict=DOES_NOT_RUN,
     ),
     Change(

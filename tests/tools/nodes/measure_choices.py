@@ -3,8 +3,9 @@
     python tests/tools/nodes/measure_choices.py DIRECTORY [CHOICE...]
 
 Run it as root on a machine that does nothing else; it takes some ten minutes a choice. It leaves the runs in DIRECTORY,
-continues where it stopped, and writes what DIRECTORY holds into tests/costmodel/evidence/lab_choices.json. The data of
-family F is prepared in DIRECTORY/F-data. The hosts are network namespaces that share this machine's cores.
+continues where it stopped, and writes what DIRECTORY holds into tests/costmodel/evidence/lab_choices.json. GPT-2's
+tokenizer comes from the engine's checkout, MEGATRON_DIR. The hosts are network namespaces that share this machine's
+cores.
 """
 
 import argparse
@@ -58,6 +59,15 @@ CHOICES = {
 }
 
 
+def prepare(family: str, data: Path) -> None:
+    """The bundled sample, if it is not there."""
+    if not data.exists():
+        settings = {"MODEL_FAMILY": family, "SAMPLE": "1", "TOKENIZER_MODEL": "", "MEGATRON_DATA_DIR": str(data)}
+        script = ["bash", "scripts/prepare_xsum_megatron.sh"]
+        environment = os.environ | settings | {"PYTHON": sys.executable}
+        subprocess.run(script, cwd=REPOSITORY, env=environment, check=True)
+
+
 def put_on_core(cluster: Cluster, core: int) -> Path:
     """All that runs on the nodes, and what they start later. Returns the control group."""
     group = CPUSETS / f"t5bench-{os.getpid()}"
@@ -98,7 +108,9 @@ def measure(choice: Choice, directory: Path, data: Path) -> None:
             def run(*words: str, **settings: str) -> None:
                 line = cluster.on("login", *words, env=environment | settings, cwd=REPOSITORY)
                 with (directory / "log").open("a") as log:
-                    subprocess.run(line, stdin=subprocess.DEVNULL, stdout=log, stderr=log, check=False)
+                    done = subprocess.run(line, stdin=subprocess.DEVNULL, stdout=log, stderr=log, check=False)
+                if done.returncode not in (0, command.EXIT_NOT_CERTAIN):
+                    raise SystemExit(f"{' '.join(words)} ended with {done.returncode}: see {directory / 'log'}")
 
             if not (network.exists() and host.exists()):
                 run("bash", "scripts/check_cluster.sh", "--network", str(network), "--host", str(host))
@@ -184,6 +196,7 @@ def main() -> None:
     directory = Path(sys.argv[1]).absolute()
     for name in sys.argv[2:] or CHOICES:
         choice = CHOICES[name]
+        prepare(choice.family, directory / f"{choice.family}-data")
         measure(choice, folder(directory, name), directory / f"{choice.family}-data")
     rows = [
         row(name, choice, folder(directory, name), directory / f"{choice.family}-data")

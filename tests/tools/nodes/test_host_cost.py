@@ -6,6 +6,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from support import REPO_ROOT
@@ -16,7 +17,8 @@ from t5bench.costmodel.job import Architecture, Job
 from t5bench.costmodel.machine import DEVICES, Host
 from t5bench.costmodel.prediction import machine_of
 from t5bench.record.host_cost import HostCost, read_host_cost
-from t5bench.tools.nodes import host_cost
+from t5bench.record.hosts import BEGINS
+from t5bench.tools.nodes import ask, host_cost
 
 TINY = Job(Architecture(2, 2, 64, 4, 16, 128, 4, 128, 64, 512), micro_batch=1, global_batch=8)
 
@@ -61,3 +63,16 @@ def test_a_node_measures_itself(sample_data: Path):
     found = json.loads(done.stdout)
     assert found["engine"] == "native" and found["device"] == "cpu", found
     assert 1 < found["operator_us"] < 1000
+
+
+def test_a_node_measures_with_the_callers_threads_and_interfaces(monkeypatch: pytest.MonkeyPatch):
+    """As its trainings will run, of which a launcher passes these on as well."""
+    settings = {"OMP_NUM_THREADS": "1", "NCCL_SOCKET_IFNAME": "ib0", "FI_PROVIDER": "efa"}
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    answer = json.dumps({"clock": 0.0})
+    run = Mock(return_value=Mock(stdout=f"{BEGINS}\n{answer}\n".encode(), stderr=b""))
+    monkeypatch.setattr(subprocess, "run", run)
+    ask.execute("node1", "python", "network", ["60"], 60)
+    (command,) = run.call_args.args
+    assert all(f"{name}={value}" in command[-1] for name, value in settings.items())
