@@ -13,7 +13,6 @@ same, but has no place where the checkpoint can be sealed. Without memory for a 
 
 import contextlib
 import os
-import pickle
 import re
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
@@ -27,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from native.data_parallel import TorchTrainer
-from native.form import INDEX, SEAL, Reader, SavePlanner, Writer, read_seal, save, write_seal, write_whole
+from native.form import INDEX, SEAL, Reader, SavePlanner, Writer, read_seal, save, write_index_and_seal, write_whole
 from native.parallel import Mesh
 from native.pieces import Piece
 
@@ -137,10 +136,9 @@ class Saver:
         told: list[Any] = [None] * self.args.world_size
         dist.all_gather_object(told, (writer.fs.written, share.read_from), group=self.group)
         if self.args.local_rank == 0:  # every node's directory gets the index and the seal: it need not be the others'
-            if not (folder / INDEX).is_file():
-                write_whole(folder / INDEX, pickle.dumps(index), self.args.rank)
             files = {name: sums for written, _ in told for name, sums in written.items()}
-            write_seal(folder, share.seal, files, [read_from for _, read_from in told], self.args.rank)
+            read_from = [read_from for _, read_from in told]
+            write_index_and_seal(folder, index, share.seal, files, read_from, self.args.rank)
         dist.barrier(self.group)  # the tracker names a checkpoint once all nodes have sealed theirs
         if self.args.local_rank == 0:
             write_whole(Path(self.args.save, TRACKER), str(share.iteration).encode(), self.args.rank)

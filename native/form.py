@@ -1,8 +1,10 @@
 """The form of a checkpoint's files, in which names and shapes are those of a one-process model.
 
-    .metadata          which box of which tensor is where: the index of PyTorch's distributed checkpoint (DCP)
-    __0_0.distcp ...   each process's boxes, by DCP
+    tensors.json       which box of which tensor is where
+    __0_0.distcp ...   each process's boxes, by PyTorch's distributed checkpoint (DCP)
     checkpoint.json    iteration, who saved it, every file's size and checksum: written last
+    .metadata          DCP's own index, for PyTorch's tools: a pickle, which each Python and PyTorch may write
+                       differently and which may name programs, so nothing here reads it
 
 A process names the boxes that it has, and DCP writes them; or those that it needs, and DCP reads what overlaps.
 """
@@ -16,11 +18,13 @@ import warnings
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
+import msgspec
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from msgspec import Meta
 from torch import Tensor
 from torch.distributed.checkpoint import filesystem, metadata, planner
 from torch.distributed.checkpoint.api import CheckpointException
@@ -31,10 +35,30 @@ from torch.futures import Future
 
 from native.pieces import Piece
 from t5bench import Problem
+from t5bench.given_files import read_file
 
 SEAL = "checkpoint.json"
-INDEX = ".metadata"
-FORM = 1
+INDEX = "tensors.json"
+FORM = 2
+FIRST_INDEX = ".metadata"  # of form 1
+DTYPES = {"float32": torch.float32, "uint8": torch.uint8}
+
+
+class StoredBox(msgspec.Struct):
+    """A part of a tensor, and where it is."""
+
+    offsets: list[Annotated[int, Meta(ge=0)]]
+    sizes: list[Annotated[int, Meta(ge=0)]]
+    file: Annotated[str, Meta(pattern=r"^__\d+_\d+\.distcp$")]
+    begin: Annotated[int, Meta(ge=0)]
+    length: Annotated[int, Meta(ge=0)]
+    """begin, length: bytes of the file, in which torch.save wrote the box."""
+
+
+class StoredTensor(msgspec.Struct):
+    shape: list[Annotated[int, Meta(ge=0)]]
+    dtype: Literal["float32", "uint8"]
+    boxes: list[StoredBox]
 
 
 def chunk_of(piece: Piece) -> metadata.ChunkStorageMetadata:
@@ -163,6 +187,41 @@ class Writer(dcp.FileSystemWriter):
         return metadata.StorageMeta(save_id=self.save_id)
 
 
+def index_file_of(index: metadata.Metadata) -> bytes:
+    """The content of tensors.json. index: as DCP returns it after writing."""
+    tensors = {}
+    for key, tensor in index.state_dict_metadata.items():
+        boxes = []
+        for chunk in tensor.chunks:
+            place = index.storage_data[metadata.MetadataIndex(key, chunk.offsets)]
+            box = StoredBox(list(chunk.offsets), list(chunk.sizes), place.relative_path, place.offset, place.length)
+            boxes.append(box)
+        tensors[key] = StoredTensor(list(tensor.size), str(tensor.properties.dtype).removeprefix("torch."), boxes)
+    return msgspec.json.encode(tensors)
+
+
+def index_of_file(content: bytes) -> metadata.Metadata:
+    """The index as DCP wants it. Raises msgspec.MsgspecError."""
+    tensors = msgspec.json.decode(content, type=dict[str, StoredTensor])
+    described: dict[str, metadata.STORAGE_TYPES] = {}
+    places = {}
+    for key, tensor in tensors.items():
+        chunks = [metadata.ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in tensor.boxes]
+        properties = metadata.TensorProperties(dtype=DTYPES[tensor.dtype])
+        described[key] = metadata.TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
+        for box in tensor.boxes:
+            place = filesystem._StorageInfo(box.file, box.begin, box.length)
+            places[metadata.MetadataIndex(key, torch.Size(box.offsets))] = place
+    return metadata.Metadata(described, storage_data=places)
+
+
+def a_member_of_an_enum(kind: Any, name: str) -> Any:
+    """Stands for getattr, with which Python 3.11.0 to 3.11.3 pickle an enum's member; others call the class."""
+    if kind is not metadata._MEM_FORMAT_ENCODING:
+        raise pickle.UnpicklingError(f"it names an attribute of {kind!r}")
+    return kind[name]
+
+
 # All that DCP's index is made of.
 INDEX_CLASSES: dict[tuple[str, str], Any] = {
     (kind.__module__, kind.__name__): kind
@@ -182,11 +241,13 @@ INDEX_CLASSES: dict[tuple[str, str], Any] = {
     ("torch", "uint8"): torch.uint8,
     ("torch", "strided"): torch.strided,
     ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
+    ("builtins", "getattr"): a_member_of_an_enum,
 }
 
 
 class IndexUnpickler(pickle.Unpickler):
-    """An index is a pickle, which may name programs: only DCP's own classes are looked up."""
+    """Reads DCP's index, which is all that a checkpoint of form 1 has. It is a pickle, which may name programs: only
+    DCP's own classes are looked up."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in INDEX_CLASSES:
@@ -194,15 +255,29 @@ class IndexUnpickler(pickle.Unpickler):
         return INDEX_CLASSES[module, name]
 
 
+NOT_AN_INDEX = (
+    msgspec.MsgspecError, pickle.UnpicklingError, EOFError, AttributeError, KeyError, TypeError, ValueError, IndexError
+)  # fmt: skip
+LARGEST_INDEX = 1 << 30  # bytes
+COPY_AGAIN = "Copy the checkpoint's files again"
+
+
 class Reader(dcp.FileSystemReader):
     def read_metadata(self, *_: Any, **__: Any) -> metadata.Metadata:
-        """Raises Problem for a file that is not DCP's index."""
-        path = Path(self.path, INDEX)
+        """Raises Problem for files that do not match their checksums, or that another program wrote."""
+        folder = Path(self.path)
+        files = read_seal(folder)["files"]
+        path = folder / (INDEX if INDEX in files else FIRST_INDEX)
+        content = read_file(path, COPY_AGAIN, LARGEST_INDEX)
+        if [len(content), zlib.crc32(content)] != files.get(path.name):
+            raise Problem(f"{path} does not match its checksum", COPY_AGAIN)
         try:
-            with path.open("rb") as file:
-                return IndexUnpickler(file).load()
-        except (OSError, pickle.UnpicklingError, EOFError, AttributeError, TypeError, ValueError, IndexError) as error:
-            raise Problem(f"{path} cannot be read as a checkpoint's index: {error}", "Copy it again") from error
+            if path.name == INDEX:
+                return index_of_file(content)
+            return IndexUnpickler(io.BytesIO(content)).load()
+        except NOT_AN_INDEX as error:
+            found = f"{path} is as it was written, but no index that the native engine knows: {error}"
+            raise Problem(found, "Take another checkpoint, and report this with the versions in run.json") from error
 
     def fill(self, index: metadata.Metadata, pieces: Sequence[Piece]) -> None:
         """Reads the pieces' tensors, in this process alone. Raises Problem."""
@@ -221,17 +296,19 @@ def read_seal(folder: Path) -> dict[str, Any]:
         raise Problem(found, "python -m t5bench reshape RUN writes an earlier release's checkpoint anew") from None
 
 
-def write_seal(
+def write_index_and_seal(
     folder: Path,
+    index: metadata.Metadata,
     content: Mapping[str, Any],
     written: Mapping[str, tuple[int, int]],
     read_from: Sequence[Any],
     rank: int,
 ) -> None:
     """written: each file's size and checksum, without the index's."""
-    index = (folder / INDEX).read_bytes()
+    tensors = index_file_of(index)
+    write_whole(folder / INDEX, tensors, rank)
     files = {name: sums for name, sums in written.items() if name.endswith(".distcp")}
-    files[INDEX] = len(index), zlib.crc32(index)
+    files[INDEX] = len(tensors), zlib.crc32(tensors)
     seal = {"form": FORM, **content, "files": files, "read_from": read_from}
     write_whole(folder / SEAL, json.dumps(seal).encode(), rank)
 
@@ -265,5 +342,5 @@ def save(writer: Writer, planning: SavePlanner, group: dist.ProcessGroup | None)
 def write_form(folder: Path, planning: SavePlanner, content: Mapping[str, Any]) -> None:
     """A complete checkpoint, by one process that is no part of a run. content: of its seal."""
     writer = Writer(folder)
-    save(writer, planning, None)
-    write_seal(folder, content, writer.fs.written, [], 0)
+    index = save(writer, planning, None)
+    write_index_and_seal(folder, index, content, writer.fs.written, [], 0)

@@ -34,7 +34,8 @@ RESHAPED_FROM = "reshaped-from"
 WEIGHTS_ONLY = "weights-only"
 # What the native engine writes last (native/checkpoint.py).
 SEAL = "checkpoint.json"
-INDEX = ".metadata"
+INDEX = "tensors.json"
+INDEXES = (INDEX, ".metadata")  # the second one: of the first form
 DIVISION = ("tp", "pp", "dp", "zero_stage", "fsdp2_shards", "parts_of_a_stage", "split")
 BYTES_AT_ONCE = 1 << 24
 _NAME = re.compile(r"(?:iter_|global_step)(\d+)")
@@ -89,13 +90,13 @@ class Seal:
         if division != self.division or max(ranks) >= len(self.read_from):
             return sorted(self.files)
         writers = {writer for rank in ranks for writer in self.read_from[rank]}
-        return [name for name in sorted(self.files) if name == INDEX or writer_of(name) in writers]
+        return [name for name in sorted(self.files) if name in INDEXES or writer_of(name) in writers]
 
 
 def read_seal(folder: Path) -> Seal:
     """Raises Problem."""
     seal = read_json(folder / SEAL, Seal)
-    strange = [name for name in seal.files if name != INDEX and writer_of(name) < 0]
+    strange = [name for name in seal.files if name not in INDEXES and writer_of(name) < 0]
     if strange or set(seal.division) != set(DIVISION):
         raise Problem(f"{folder.name}/{SEAL} is not one that the native engine writes")
     return seal

@@ -1,14 +1,19 @@
 """Checkpoints in one form: the boxes of every division, what is written and read, and what is refused."""
 
+import enum
+import io
 import json
 import os
 import pickle
 import subprocess
 import sys
+import zlib
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,10 +22,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_runs import made_checkpoints
 from support import REPO_ROOT
-from torch.distributed.checkpoint import SavePlan
+from torch.distributed.checkpoint import FileSystemReader, SavePlan
 
 from native import checkpoint, form
-from native.form import INDEX, SEAL, Reader, SavePlanner, write_form
+from native.form import FIRST_INDEX, INDEX, SEAL, Reader, SavePlanner, write_form
 from native.parallel import Axis, Mesh
 from native.pieces import Piece, boxes_of_rows, boxes_of_stretch, shared_out
 from native.tensor_parallel import Slice
@@ -95,7 +100,8 @@ def test_what_is_written_can_be_read_in_other_boxes(tmp_path: Path):
     reader = Reader(tmp_path)
     reader.fill(reader.read_metadata(), [Piece("model.w", (6, 4), (0, 2), column, 0)])
     assert column.flatten().equal(weight[:, 2])
-    assert str(tmp_path).encode() not in (tmp_path / INDEX).read_bytes(), "checkpoints are moved"
+    for name in (INDEX, FIRST_INDEX):
+        assert str(tmp_path).encode() not in (tmp_path / name).read_bytes(), "checkpoints are moved"
 
 
 def test_a_tensor_that_no_process_has_whole_is_not_saved():
@@ -118,13 +124,85 @@ class Hostile:
         return os.system, ("touch hostile",)
 
 
-@pytest.mark.parametrize("content", [pickle.dumps(Hostile()), b"", b"no pickle", pickle.dumps([])[:3]])
-def test_an_index_runs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes):
+PICKLES = {"a hostile one": pickle.dumps(Hostile()), "none": b"", "text": b"no pickle", "cut off": pickle.dumps([])[:3]}
+
+
+@pytest.mark.parametrize("content", PICKLES.values(), ids=PICKLES)
+def test_the_index_of_pytorch_is_for_pytorch_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / INDEX).write_bytes(content)
-    with pytest.raises(Problem, match="cannot be read as a checkpoint's index"):
+    write_form(tmp_path, SavePlanner(pieces_of(w=torch.ones(3, 4))), {"step": 3})
+    FileSystemReader(tmp_path).read_metadata()
+    (tmp_path / FIRST_INDEX).write_bytes(content)
+    stored = torch.zeros(3, 4)
+    reader = Reader(tmp_path)
+    reader.fill(reader.read_metadata(), pieces_of(w=stored))
+    assert stored.equal(torch.ones(3, 4)) and not (tmp_path / "hostile").exists()
+
+
+def as_the_first_form(folder: Path, index: bytes) -> None:
+    """Seals a checkpoint as if it had been written with this index."""
+    seal = json.loads((folder / SEAL).read_text())
+    (folder / INDEX).unlink()
+    del seal["files"][INDEX]
+    (folder / FIRST_INDEX).write_bytes(index)
+    seal["files"][FIRST_INDEX] = [len(index), zlib.crc32(index)]
+    (folder / SEAL).write_text(json.dumps(seal))
+
+
+class EarlyPickler(pickle.Pickler):
+    """Writes an enum's members as Python 3.11.0 to 3.11.3 do."""
+
+    def reducer_override(self, value: object) -> Any:
+        return (getattr, (type(value), value.name)) if isinstance(value, enum.Enum) else NotImplemented
+
+
+class LatePickler(pickle.Pickler):
+    """Writes an enum's members as other Pythons do."""
+
+    def reducer_override(self, value: object) -> Any:
+        return (type(value), (value.value,)) if isinstance(value, enum.Enum) else NotImplemented
+
+
+@pytest.mark.parametrize("pickler", [EarlyPickler, LatePickler])
+@pytest.mark.parametrize("protocol", [4, 5])  # 5: of Python 3.14
+def test_the_first_form_is_read_whichever_python_wrote_it(tmp_path: Path, pickler: Any, protocol: int):
+    write_form(tmp_path, SavePlanner(pieces_of(w=torch.ones(3, 4))), {"step": 3})
+    written = io.BytesIO()
+    pickler(written, protocol).dump(FileSystemReader(tmp_path).read_metadata())
+    as_the_first_form(tmp_path, written.getvalue())
+    stored = torch.zeros(3, 4)
+    reader = Reader(tmp_path)
+    reader.fill(reader.read_metadata(), pieces_of(w=stored))
+    assert stored.equal(torch.ones(3, 4))
+
+
+GETATTR = pickle.dumps(getattr)[:-1] + b"ctorch\nSize\n\x8c\x07__new__\x86R."
+
+
+@pytest.mark.parametrize("content", [*PICKLES.values(), GETATTR], ids=[*PICKLES, "another's attribute"])
+def test_an_index_of_the_first_form_runs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes):
+    monkeypatch.chdir(tmp_path)
+    write_form(tmp_path, SavePlanner(pieces_of(w=torch.ones(3, 4))), {"step": 3})
+    as_the_first_form(tmp_path, content)
+    with pytest.raises(Problem, match="is as it was written, but no index that the native engine knows") as caught:
         Reader(tmp_path).read_metadata()
+    assert "Copy" not in caught.value.report, "copying cannot help"
     assert not (tmp_path / "hostile").exists()
+
+
+def test_the_copy_is_blamed_for_bytes_that_are_not_those_that_were_written(tmp_path: Path):
+    write_form(tmp_path, SavePlanner(pieces_of(w=torch.ones(3, 4))), {"step": 3})
+    (tmp_path / INDEX).write_bytes((tmp_path / INDEX).read_bytes()[:-9])
+    with pytest.raises(Problem, match="does not match its checksum") as caught:
+        Reader(tmp_path).read_metadata()
+    assert "Copy the checkpoint's files again" in caught.value.report
+
+
+def test_an_index_names_files_of_its_own_folder_alone(tmp_path: Path):
+    write_form(tmp_path, SavePlanner(pieces_of(w=torch.ones(3, 4))), {"step": 3})
+    content = (tmp_path / INDEX).read_bytes().replace(b"__0_0.distcp", b"../../secret")
+    with pytest.raises(msgspec.ValidationError, match="matching regex"):
+        form.index_of_file(content)
 
 
 # ---- saving and loading --------------------------------------------------------------------------------------------
