@@ -19,7 +19,7 @@ from unittest.mock import patch
 from docs import continuations
 from t5bench.__main__ import main as t5bench
 from t5bench.record.ledger import DATA
-from t5bench.tools.ledger import tables, verdicts
+from t5bench_ledger import tables, verdicts
 
 FOLDER = Path(__file__).resolve().parent / "generated"
 COURSE = FOLDER.parent / "learn.md"

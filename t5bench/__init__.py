@@ -23,6 +23,9 @@ if sys.version_info < OLDEST:
 from dataclasses import dataclass  # noqa: E402 - Python 3.6 lacks it
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+PACKAGES = REPOSITORY / "packages"
+# In a checkout, what stands alone beside this package is imported from there, without an installation.
+sys.path[1:1] = [str(source) for source in sorted(PACKAGES.glob("*/src"))]
 EXIT_CONFIGURATION = 2  # nothing expensive has started, and nothing was changed
 # USR1 and USR2: SLURM's --signal.
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)

@@ -8,87 +8,77 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from importlib import import_module
 from io import TextIOWrapper
-from types import ModuleType
 from typing import NoReturn
 
-from t5bench import EXIT_CONFIGURATION, REPOSITORY, Problem, discard, note
+from t5bench import EXIT_CONFIGURATION, Problem, discard, note
+from t5bench.packages import imported
 
-# What --help shows: the groups, and of each command its module in t5bench and its line. Only the chosen command's
-# module is imported: the recorder starts with every launch and must not wait for the libraries that draw pages.
+# What --help shows: the groups, and of each command its module and its line. Only the chosen command's module is
+# imported: the recorder starts with every launch and must not wait for the libraries that draw pages.
 GROUPS = {
     "run and compare": {
-        "strategies": ("plan.launchers", "list the strategies, in the order of their ports"),
-        "sweep": ("sweep.sweep", "run strategies one after another, then compare them"),
-        "compare": ("report.compare", "compare runs: a table and a page"),
+        "strategies": ("t5bench.plan.launchers", "list the strategies, in the order of their ports"),
+        "sweep": ("t5bench.sweep.sweep", "run strategies one after another, then compare them"),
+        "compare": ("t5bench.report.compare", "compare runs: a table and a page"),
         "explain": (
-            "profile.explain",
+            "t5bench.profile.explain",
             "show where a profiled iteration's time went, and what slows a run down",
         ),
-        "parity": ("compare.parity", "check whether runs trained the same model: pass or fail for each"),
-        "parity-check": ("sweep.parity_check", "train every strategy with one recipe, then check parity"),
-        "judge": ("tools.judge.command", "say whether two trainings of any trainer are the same, by their logs"),
-        "history": ("tools.verify.history", "compare results across commits, library releases and drivers"),
+        "parity": ("t5bench.compare.parity", "check whether runs trained the same model: pass or fail for each"),
+        "parity-check": ("t5bench.sweep.parity_check", "train every strategy with one recipe, then check parity"),
+        "judge": ("t5bench_judge.command", "say whether two trainings of any trainer are the same, by their logs"),
+        "history": ("t5bench.tools.verify.history", "compare results across commits, library releases and drivers"),
         "pack": (
-            "tools.verify.pack",
+            "t5bench.tools.verify.pack",
             "pack a comparison with its records into one file that others can verify",
         ),
-        "verify": ("tools.verify.verify", "recompute every figure of a packed comparison from its logs"),
-        "wandb": ("report.wandb_report", "upload a comparison to its W&B project"),
+        "verify": ("t5bench.tools.verify.verify", "recompute every figure of a packed comparison from its logs"),
+        "wandb": ("t5bench.report.wandb_report", "upload a comparison to its W&B project"),
     },
     "before you run": {
-        "predict": ("tools.predict.command", "predict what each strategy will cost in memory, bytes and time"),
+        "predict": ("t5bench.choose.predict", "predict what each strategy will cost in memory, bytes and time"),
         "layouts": (
-            "tools.predict.layouts",
+            "t5bench.choose.layouts",
             "rank every layout of a model on a number of GPUs by predicted time",
         ),
         "prove": (
-            "tools.predict.prove",
+            "t5bench_prove.prove",
             "prove, without training, that every gradient is summed over the right ranks once",
         ),
-        "search": ("tools.search.command", "measure the most promising layouts until the fastest is known"),
-        "ranks": ("tools.predict.ranks", "show which rank is where, and every process group"),
-        "cluster": ("tools.nodes.check", "check whether the nodes can run together"),
-        "prepare-data": ("corpus.prepare", "prepare the corpus (scripts/prepare_xsum_megatron.sh calls this)"),
-        "merge-data": ("corpus.merge", "merge several indexed datasets into one"),
+        "search": ("t5bench.choose.search_command", "measure the most promising layouts until the fastest is known"),
+        "ranks": ("t5bench.choose.ranks", "show which rank is where, and every process group"),
+        "cluster": ("t5bench.tools.nodes.check", "check whether the nodes can run together"),
+        "prepare-data": ("t5bench.corpus.prepare", "prepare the corpus (scripts/prepare_xsum_megatron.sh calls this)"),
+        "merge-data": ("t5bench.corpus.merge", "merge several indexed datasets into one"),
     },
     "what you trained": {
         "generate": (
-            "tools.convert.generate",
+            "t5bench.tools.convert.generate",
             "let a run's model continue a prompt (GPT) or fill its gaps (T5)",
         ),
         "evaluate": (
-            "tools.convert.evaluate",
+            "t5bench.tools.convert.evaluate",
             "compute a run's validation loss; for a GPT also perplexity on WikiText and accuracy on LAMBADA",
         ),
         "reshape": (
-            "tools.convert.reshape",
+            "t5bench.tools.convert.reshape",
             "convert a checkpoint to another tensor- or pipeline-parallel size, or to the native engine",
         ),
-        "export": ("tools.convert.export", "export a run's model for Hugging Face's libraries"),
-        "import": ("tools.convert.importing", "turn a Hugging Face model into a Megatron-DeepSpeed checkpoint"),
+        "export": ("t5bench.tools.convert.export", "export a run's model for Hugging Face's libraries"),
+        "import": ("t5bench.tools.convert.importing", "turn a Hugging Face model into a Megatron-DeepSpeed checkpoint"),
     },
     "for maintainers": {
-        "ledger": ("tools.ledger.command", "test which DeepSpeed releases train each strategy correctly"),
-        "support": ("plan.support", "print docs/generated/support.md: which strategies combine with what"),
-        "settings": ("plan.settings", "print docs/generated/settings.md, the page of all settings"),
-        "record": ("run.recorder", "write a node's record of a run (the launchers call this)"),
-        "collect": ("record.collect", "gather the parts of a run from its nodes"),
+        "ledger": ("t5bench_ledger.command", "test which DeepSpeed releases train each strategy correctly"),
+        "support": ("t5bench.choose.support", "print docs/generated/support.md: which strategies combine with what"),
+        "settings": ("t5bench.plan.settings", "print docs/generated/settings.md, the page of all settings"),
+        "record": ("t5bench.run.recorder", "write a node's record of a run (the launchers call this)"),
+        "collect": ("t5bench.record.collect", "gather the parts of a run from its nodes"),
     },
 }
 COMMANDS = {name: command for commands in GROUPS.values() for name, command in commands.items()}
 # These still work.
 FORMER_NAMES = {"merge": "reshape", "plan": "layouts", "layout": "ranks"}
-
-
-def imported(name: str) -> ModuleType:
-    """The module. Raises Problem where a package is missing."""
-    try:
-        return import_module(name)
-    except ModuleNotFoundError as error:
-        remedy = f"Run: pip install -r '{REPOSITORY}/requirements.txt', or activate the environment that has it"
-        raise Problem(f"{sys.executable} lacks a package: {error}", remedy) from error
 
 
 def with_the_name_of_today(words: Sequence[str]) -> list[str]:
@@ -136,7 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name, (module_name, summary) in COMMANDS.items():
             command = commands.add_parser(name, description=summary)
             if words[:1] == [name]:
-                module = imported(f"t5bench.{module_name}")
+                module = imported(module_name)
                 command.set_defaults(execute=module.run)
                 if hasattr(module, "add_arguments"):
                     module.add_arguments(command)

@@ -28,13 +28,13 @@ MEMORY = 1.054
 
 # Standard deviations of natural logarithms. A ratio has the errors of two layouts.
 LAYOUT = 0.107
-"""Of what a layout does not share with others: evidence/grid.py's."""
+"""Of what a layout does not share with others: t5bench_evidence/grid.py's."""
 LAYOUT_ON_CPU = 0.18
-"""The same where processes on CPUs compute: of the 104 layouts in tests/costmodel/evidence/lab_choices.json after one
-run of DDP."""
+"""The same where processes on CPUs compute: of the 104 layouts in lab_choices.json of
+packages/costmodel-evidence/tests after one run of DDP."""
 SHARED = 0.85
-"""The share of its variance that layouts of one shape have in common: what evidence/grid.py's pairs show that differ in
-pipeline stages alone. Layouts that differ in their shape have none."""
+"""The share of its variance that layouts of one shape have in common: what the pairs of
+t5bench_evidence/grid.py show that differ in pipeline stages alone. Layouts that differ in their shape have none."""
 OF_SHAPE = LAYOUT * sqrt(SHARED)
 GPU = sqrt((log(TIME) / Z) ** 2 - LAYOUT**2)
 """Of what all layouts share of the GPU: its rates in this software."""
@@ -43,7 +43,7 @@ LINK = 0.30
 MEASURED_LINK = 0.10
 LATENCY = 0.50
 """Of a message's latency between processes that compute on CPUs and so wait for each other: twelve measurements on one
-machine found 0.24 to 1.2 ms (docs/prediction_evidence.md and tests/costmodel/evidence/lab_choices.json)."""
+machine found 0.24 to 1.2 ms (docs/prediction_evidence.md and packages/costmodel-evidence/tests/lab_choices.json)."""
 CPU_SPEED = 1.5
 """Of a CPU: nothing is known of its speed before a run calibrates it."""
 CPU_HOST = 0.30

@@ -68,9 +68,9 @@ class Host:
 
 
 # Of hosts that were not measured, by what they usually have for GPUs.
-# A100: VIA-Research/vTrain at f8dda84, 720 iterations of Megatron-DeepSpeed on one kind of host (evidence/grid.py).
+# A100: VIA-Research/vTrain at f8dda84, 720 iterations of Megatron-DeepSpeed on one kind of host.
 # Hopper and later: the same tests of NVIDIA/Megatron-LM, which the host limits, take 0.63 to 0.73 times as long on a
-# DGX H100 as on a DGX A100 (evidence/*.json).
+# DGX H100 as on a DGX A100 (packages/costmodel-evidence).
 # Of a CPU: measured here, as a core of it computes, which is calibrated, too.
 # The uncertainty: a current EPYC, with this project's native engine, has 10 us; what Megatron-LM's tests imply for a
 # DGX A100 is 80 us.

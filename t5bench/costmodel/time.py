@@ -100,7 +100,7 @@ OPERATORS = {
 }
 FUSED_OPERATORS = Operators(64, 110, 66, 60, 188)
 """Of Megatron-DeepSpeed with its fused kernels, and of other software. Around the layers 92 and 220 are counted. With
-32 fewer, a search replayed on published times (evidence/replay.py) ends nearer to the fastest; why is not known. A GPU
+32 fewer, a search replayed on published times ends nearer to the fastest; why is not known. A GPU
 may not wait for those that prepare a micro-batch."""
 
 

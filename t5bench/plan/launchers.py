@@ -8,7 +8,7 @@ from pathlib import Path
 
 from t5bench import REPOSITORY, Problem, note
 from t5bench.record.plan import Plan, Strategy
-from t5bench.record.settings import DEFAULT_FAMILY, MODEL_FAMILIES
+from t5bench.record.settings import DEFAULT_FAMILY, LAYOUT_SETTINGS, MODEL_FAMILIES
 
 EVERYTHING = "all"  # a sweep, not a strategy
 # For a run on this machine only, whatever the environment or SLURM says of other nodes.
@@ -22,6 +22,11 @@ _READ_DECLARATIONS = """
 dirname() { printf '%s\\n' "${2%/*}"; }
 for launcher in "$@"; do (source "$launcher" --declaration); done
 """
+
+
+def without_layout(settings: Mapping[str, str]) -> dict[str, str]:
+    """Settings with which DDP's plan says what does not depend on the layout."""
+    return {name: value for name, value in settings.items() if name not in LAYOUT_SETTINGS}
 
 
 def launcher(strategy: str) -> Path:

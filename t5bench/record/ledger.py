@@ -1,6 +1,6 @@
 """What the ledger says of a release of DeepSpeed or PyTorch, from the few kilobytes of releases.json in this folder.
 
-``python -m t5bench ledger`` trains the cells and writes the file (t5bench/tools/ledger/releases.py says what is in it,
+``python -m t5bench ledger`` trains the cells and writes the file (packages/ledger's releases.py says what is in it,
 docs/generated/releases.schema.json says it to other projects). A node to which docs/ was not copied has it, too.
 """
 
@@ -130,7 +130,7 @@ def size_in_words(off_by: float | None) -> str:
 def _read(path: Path) -> dict[str, Any]:
     """The modes in which launchers train, and their cells. Raises OSError and ValueError.
 
-    Plain JSON: planning imports no package (t5bench/tools/ledger/releases.py has the file's types).
+    Plain JSON: planning imports no package (packages/ledger/src/t5bench_ledger/releases.py has the file's types).
     """
     content = json.loads(path.read_bytes())
     try:

@@ -339,6 +339,17 @@ TABLE: Sequence[Declaration] = (
 )
 # fmt: on
 BY_NAME: Mapping[str, Declaration] = {declaration.name: declaration for declaration in TABLE}
+# Settings that choose among the layouts, each of which is ranked; DDP's plan would refuse the first two.
+LAYOUT_SETTINGS = (
+    "TENSOR_PARALLEL_SIZE",
+    "PIPELINE_PARALLEL_SIZE",
+    "PIPELINE_SCHEDULE",
+    "VIRTUAL_PIPELINE_STAGES",
+    "SEQUENCE_PARALLEL",
+    "FSDP_SHARD_SIZE",
+    "FSDP_KEEP_PARAMETERS",
+    "ZERO_REDUCE_ONCE",
+)
 
 
 def family_prefix(family: str) -> str:

@@ -19,8 +19,8 @@ from pathlib import Path
 
 from t5bench import REPOSITORY, Problem, note
 from t5bench.plan import launchers
-from t5bench.plan.asked import without_layout
 from t5bench.plan.channel import SECRET
+from t5bench.plan.launchers import without_layout
 from t5bench.plan.planner import plan
 from t5bench.plan.ports import free_port
 from t5bench.record import collect

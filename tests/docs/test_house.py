@@ -5,7 +5,6 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import pytest
 from support import REPO_ROOT
 
 from t5bench.record.settings import BY_NAME
@@ -14,22 +13,31 @@ MOST_SETTINGS_IN_A_LIST = 2
 HOUSE = (REPO_ROOT / "docs" / "house.md").read_text()
 ROOMS = {
     match[1]: set(re.split(r",\s*", match[2])) - {""}
-    for match in re.finditer(r"^\| `(?:t5bench/)?([\w/]+)` \|[^|]*\| ?([^|]*?) ?\|", HOUSE, re.MULTILINE)
+    for match in re.finditer(r"^\| `(?:t5bench/)?([\w/-]+)` \|[^|]*\| ?([^|]*?) ?\|", HOUSE, re.MULTILINE)
 }
 TOOLS = {room for room in ROOMS if room.startswith("tools/")}
-GROUND = {"costmodel", "costmodel/evidence"}
+PACKAGES = {room for room in ROOMS if room.startswith("packages/")}
+# The room of each package that is imported by another name than t5bench or native.
+ROOM_OF_IMPORT = {
+    source.name: f"packages/{source.parts[-3]}"
+    for source in sorted(REPO_ROOT.glob("packages/*/src/*"))
+    if source.is_dir()
+}
 # Rooms that choose values of settings for the runs that they start.
-CHOOSE_VALUES = {"sweep", "tools/acceptance", "tools/ledger", "tools/nodes", "tools/predict", "tools/search"}
+CHOOSE_VALUES = {"sweep", "choose", "tools/acceptance", "tools/nodes", *PACKAGES}
 
 
 def modules() -> list[Path]:
-    return sorted(path for folder in ("t5bench", "native", "docs") for path in (REPO_ROOT / folder).rglob("*.py"))
+    folders = ("t5bench", "native", "docs", *(f"{package}/src" for package in PACKAGES))
+    return sorted(path for folder in folders for path in (REPO_ROOT / folder).rglob("*.py"))
 
 
 def room_of(parts: Sequence[str]) -> str:
     """The room of a module's dotted name, or of a file's path, in its parts; ``t5bench`` for the package itself."""
+    if parts[0] == "packages":
+        return "/".join(parts[:2])
     if parts[0] != "t5bench":
-        return parts[0]
+        return ROOM_OF_IMPORT.get(parts[0], parts[0])
     for depth in (3, 2):
         room = "/".join(parts[1:depth])
         if room in ROOMS:
@@ -46,7 +54,7 @@ def imported_modules(tree: ast.AST) -> Iterator[str]:
             names = [alias.name for alias in node.names]
         else:
             continue
-        yield from (name for name in names if name.split(".")[0] in ("t5bench", "native"))
+        yield from (name for name in names if name.split(".")[0] in ("t5bench", "native", *ROOM_OF_IMPORT))
 
 
 # What it prints is read by a program here, which decodes it as JSON; its error goes through the reader's own door.
@@ -70,7 +78,8 @@ def test_whatever_is_started_prints_through_the_door_for_text():
 
 def test_the_table_names_every_room():
     found = {str(path.parent.relative_to(REPO_ROOT / "t5bench")) for path in (REPO_ROOT / "t5bench").rglob("*.py")}
-    assert ROOMS.keys() == found - {".", "tools"} | {"native"}
+    packages = {f"packages/{path.name}" for path in (REPO_ROOT / "packages").iterdir() if path.is_dir()}
+    assert ROOMS.keys() == found - {".", "tools"} | packages | {"native"}
 
 
 def test_imports_go_one_way():
@@ -83,16 +92,24 @@ def test_imports_go_one_way():
         assert room not in reached(room)
 
 
-def test_the_harness_knows_no_tool_and_the_ground_knows_nothing():
-    assert len(TOOLS) > 1
+def test_each_storey_knows_only_what_is_below_it():
+    """The ground knows nothing, the harness neither choosing nor a tool, a tool no other; nothing knows a package."""
+    above_the_harness = TOOLS | PACKAGES | {"choose"}
+    assert len(TOOLS) > 1 and len(PACKAGES) > 1
+    assert not ROOMS["costmodel"]
     for room, imports in ROOMS.items():
-        assert not imports & TOOLS, f"{room} imports a tool"
-    for room in GROUND:
-        assert ROOMS[room] <= {"costmodel"}
+        if room not in above_the_harness:
+            assert not imports & above_the_harness, room
+        elif room not in PACKAGES:
+            assert not imports & (TOOLS | PACKAGES), room
 
 
-@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(REPO_ROOT)))
-def test_a_module_keeps_the_rules_of_the_house(path: Path):
+def test_modules_keep_the_rules_of_the_house():
+    for path in modules():
+        check_module(path)
+
+
+def check_module(path: Path) -> None:
     """Its imports follow the arrows, it leaves the import path alone and has no second list of settings."""
     room = room_of(path.relative_to(REPO_ROOT).parts)
     text = path.read_text()
@@ -100,8 +117,9 @@ def test_a_module_keeps_the_rules_of_the_house(path: Path):
     tree = ast.parse(text)
     if room in ROOMS:
         imports = {room_of(name.split(".")) for name in imported_modules(tree)}
-        assert imports - {room, "t5bench"} <= ROOMS[room], f"what {room} must not import"
-    if path.name != "worker.py":  # which starts a program as Python would: from its own directory
+        assert imports - {room, "t5bench"} <= ROOMS[room], f"{path}: what {room} must not import"
+    # The first finds the packages beside this one; the second starts a program as Python would: from its own directory.
+    if path not in (REPO_ROOT / "t5bench" / "__init__.py", REPO_ROOT / "t5bench" / "run" / "worker.py"):
         assert not re.search(r"sys\.path(?:\[.*\] *=|\.insert|\.append| *\+?=[^=])", text)
     if path.name in ("settings.py", "scripts.py", "space.py", "asked.py"):
         return  # the tables themselves, and the settings that describe a layout

@@ -13,9 +13,9 @@ import pytest
 from made_runs import make_run
 from support import REPO_ROOT, Project
 
+from t5bench.choose.support import refusal
 from t5bench.plan.launchers import all_declarations
 from t5bench.plan.ports import free_port
-from t5bench.plan.support import refusal
 from t5bench.record.plan import Strategy
 from t5bench.record.status import EXIT_CODES
 

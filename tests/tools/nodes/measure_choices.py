@@ -3,9 +3,9 @@
     python tests/tools/nodes/measure_choices.py DIRECTORY [CHOICE...]
 
 Run it as root on a machine that does nothing else; it takes some ten minutes a choice. It leaves the runs in DIRECTORY,
-continues where it stopped, and writes what DIRECTORY holds into tests/costmodel/evidence/lab_choices.json. GPT-2's
-tokenizer comes from the engine's checkout, MEGATRON_DIR. The hosts are network namespaces that share this machine's
-cores.
+continues where it stopped, and writes what DIRECTORY holds into lab_choices.json of
+packages/costmodel-evidence/tests. GPT-2's tokenizer comes from the engine's checkout, MEGATRON_DIR. The hosts are
+network namespaces that share this machine's cores.
 """
 
 import argparse
@@ -23,11 +23,12 @@ sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "tests"), str(Path(__file__).p
 import msgspec  # noqa: E402
 from cluster_lab import SYSTEM_PATH, Cluster  # noqa: E402
 
-from t5bench.plan.asked import LAYOUT_SETTINGS, asked_model  # noqa: E402
-from t5bench.tools.search import command  # noqa: E402
-from t5bench.tools.search.runs import STATE, Runner, name_of, remembered  # noqa: E402
+from t5bench.choose import search_command as command  # noqa: E402
+from t5bench.choose.asked import asked_model  # noqa: E402
+from t5bench.choose.search_runs import STATE, Runner, name_of, remembered  # noqa: E402
+from t5bench.record.settings import LAYOUT_SETTINGS  # noqa: E402
 
-TABLE = REPOSITORY / "tests" / "costmodel" / "evidence" / "lab_choices.json"
+TABLE = REPOSITORY / "packages" / "costmodel-evidence" / "tests" / "lab_choices.json"
 NEARLY_AS_FAST = 1.15
 RUNS_OF_NEAR = 3
 CPUSETS = Path("/sys/fs/cgroup/cpuset")

@@ -1,0 +1,121 @@
+"""Searches on the hosts of this project's lab, of which every layout was measured, too.
+
+tests/tools/nodes/measure_choices.py made lab_choices.json. Native engine on CPUs, with a tiny model.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from math import exp, log
+from pathlib import Path
+from statistics import mean
+
+import msgspec
+import pytest
+
+from t5bench.choose import search_command as command
+from t5bench.choose.calibration import Calibrated, MeasuredTime, calibrate
+from t5bench.choose.search import Option
+from t5bench.choose.search_runs import name_of
+from t5bench.choose.space import Candidate, EngineJob, Space
+from t5bench.costmodel import time
+from t5bench.costmodel.intervals import Shift
+from t5bench.costmodel.prediction import with_link
+from t5bench.record.host_cost import HostCost
+from t5bench.record.network import Network
+from t5bench_evidence import replay
+from t5bench_evidence.replay import NEAR, Replayed
+
+TABLE = Path(__file__).parent / "lab_choices.json"
+
+
+@dataclass(frozen=True)
+class LiveSearch:
+    """What scripts/search.sh did."""
+
+    named: str
+    possible_regret: float
+    runs: int
+    minutes: float
+    seconds: Mapping[str, float]
+    """Of an iteration of the layouts that it measured."""
+
+
+@dataclass(frozen=True)
+class LabChoice:
+    """A choice among layouts on some hosts."""
+
+    name: str
+    hosts: int
+    global_batch: int
+    engine_job: EngineJob
+    network: Network
+    host_cost: HostCost
+    iterations: int
+    seconds: Mapping[str, float]
+    """Of an iteration of each layout."""
+    failed: Mapping[str, str]
+    search: LiveSearch
+
+    def candidates(self) -> list[Candidate]:
+        """All that the launchers can start, with the network and the hosts as they were measured."""
+        machine = with_link(time.CPU, self.network.link, 1, self.host_cost.host)
+        space = Space([self.engine_job], self.hosts, machine, self.global_batch, backend="gloo")
+        return command.without_needless_recomputation([each for each in space.ranked() if each.start])
+
+    def replayed(self) -> Replayed:
+        candidates = command.that_may_be_fastest(self.candidates())
+        options = [Option(name_of(each), each.job, each.machine, "gloo") for each in candidates]
+        return replay.replay_options(options, self.seconds)
+
+    def regret(self, layout: str) -> float:
+        """How much slower it is than the fastest, where all were measured in turn."""
+        return self.seconds[layout] / min(self.seconds.values()) - 1
+
+
+CHOICES = [msgspec.convert(row, LabChoice) for row in json.loads(TABLE.read_text())]
+each_choice = partial(pytest.mark.parametrize, "choice", CHOICES, ids=[choice.name for choice in CHOICES])
+
+
+@each_choice()
+def test_every_layout_was_measured(choice: LabChoice):
+    assert choice.seconds.keys() == {name_of(candidate) for candidate in choice.candidates()} and not choice.failed
+
+
+@each_choice()
+def test_a_replayed_search_ends_near_the_fastest(choice: LabChoice):
+    found = choice.replayed()
+    print(f"{choice.name}: {found.runs} of {found.options} layouts, regret {found.regrets[-1]:.1%}")
+    assert found.regrets[-1] <= NEAR and found.runs < found.options
+
+
+@each_choice()
+def test_the_live_search_named_a_layout_near_the_fastest(choice: LabChoice):
+    regret = choice.regret(choice.search.named)
+    print(f"{choice.name}: {choice.search.runs} runs, {choice.search.minutes:.1f} min, regret {regret:.1%}")
+    assert regret <= choice.search.possible_regret + NEAR
+
+
+def mean_error(choice: LabChoice, known: Calibrated) -> float:
+    """Of the predicted times, as a natural logarithm."""
+    return mean(
+        abs(log(known.seconds(each.job, each.machine, "gloo") / choice.seconds[name_of(each)]))
+        for each in choice.candidates()
+    )
+
+
+def after_one_run(choice: LabChoice) -> Calibrated:
+    """Of DDP with its fastest micro-batch."""
+    ddp = [each for each in choice.candidates() if each.kind == "DDP"]
+    run = min(ddp, key=lambda each: choice.seconds[name_of(each)])
+    return calibrate([MeasuredTime(run.job, run.machine, choice.seconds[name_of(run)], "gloo")])
+
+
+def test_predictions_with_a_measured_network_and_host():
+    """Hosts that share a core help each other's pipelines, which the model does not know."""
+    before = [mean_error(choice, Calibrated(Shift(), ())) for choice in CHOICES]
+    after = [mean_error(choice, after_one_run(choice)) for choice in CHOICES]
+    for choice, error, calibrated in zip(CHOICES, before, after, strict=True):
+        print(f"{choice.name}: mean error {exp(error) - 1:.1%}, after a run of DDP {exp(calibrated) - 1:.1%}")
+    assert mean(before) < 0.16 and mean(after) < 0.15

@@ -1,0 +1,111 @@
+"""``python -m t5bench judge A B``: whether two trainings, by whatever trainers, are the same; by their logs."""
+
+import argparse
+import json
+import math
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from t5bench import Problem
+from t5bench.compare.likely import Differing
+from t5bench.compare.parity import EXIT_DIFFERENT, EXIT_NOT_SHOWN, TOLERANCE
+from t5bench_judge.audits import Audit, first_difference, of_the_ranks
+from t5bench_judge.curves import Curves, Names, read_curves
+from t5bench_judge.verdict import DIFFERENT, EQUAL, NOT_SHOWN, Verdict, verdict
+
+DESCRIPTION = (
+    "Whether two trainings are the same, by their logs: run directories, JSON lines, CSV, transformers' "
+    "trainer_state.json, or the offline files of TensorBoard and W&B."
+)
+EXIT_STATUS = {EQUAL: 0, DIFFERENT: EXIT_DIFFERENT, NOT_SHOWN: EXIT_NOT_SHOWN}
+FP32 = "fp32"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = DESCRIPTION
+    parser.epilog = "Exit status: 0 equal, 1 different, 2 not comparable, 3 equal, but these logs would hide a mistake."
+    parser.add_argument("first", type=Path, metavar="A", help="a training's log")
+    parser.add_argument("second", type=Path, metavar="B", help="the log to compare it with")
+    parser.add_argument(
+        "--loss", default="", metavar="NAME", help="the column of the loss, where its name is not usual"
+    )
+    parser.add_argument("--norm", default="", metavar="NAME", help="the column of the gradient norm before clipping")
+    parser.add_argument("--step", default="", metavar="NAME", help="the column of the step")
+    parser.add_argument(
+        "--precision", choices=tuple(TOLERANCE), help="of the training (default: a run directory's own, else fp32)"
+    )
+    locate = "name the step and module where two audits first differ (docs/judge.md, audit)"
+    parser.add_argument("--locate", action="store_true", help=locate)
+    parser.add_argument("--json", action="store_true", help="for programs")
+
+
+def precision_of(arguments: argparse.Namespace, logs: tuple[Curves, Curves]) -> str:
+    """Raises Problem for a precision without bounds."""
+    if arguments.precision:
+        return arguments.precision
+    recorded = [log.run.plan.precision for log in logs if log.run]
+    for precision in recorded:
+        if precision not in TOLERANCE:
+            raise Problem(f"a run is in {precision}, for which no bound was measured", "Train in fp32 or bf16")
+    return "bf16" if "bf16" in recorded else FP32
+
+
+def sentence(difference: Differing) -> str:
+    largest = "not a number" if math.isnan(difference.largest) else f"{difference.largest:.1e}"
+    values = f"{difference.first:.9g} and {difference.second:.9g}"
+    most = f"at most {largest} at step {difference.largest_step} (bound: {difference.bound:.0e})"
+    return f"the {difference.what} first differs at step {difference.step}: {values}; {most}"
+
+
+def lines_of(found: Verdict) -> list[str]:
+    given = f"{found.steps} steps, bounds of {found.precision}: {found.bounds}, relative"
+    lines = [f"{found.verdict.upper()}: {given}"]
+    lines += [sentence(difference) for difference in found.differences]
+    if found.likely:
+        lines.append(f"likely: {found.likely}")
+    lines += [f"a mistake could hide: {reason}" for reason in found.hidden]
+    lines += [f"note: {note}" for note in found.notes]
+    return lines
+
+
+def located(logs: tuple[Curves, Curves], precision: str) -> str:
+    """Raises Problem where a log is no audit."""
+    first, second = (audit_of(log) for log in logs)
+    lines = []
+    place = first_difference(first, second, precision)
+    for log, audit, other in ((logs[0], first, second), (logs[1], second, first)):
+        apart = audit.apart()
+        if apart:
+            place_of_ranks = replace(apart, ranks=of_the_ranks(apart, other, audit))
+            lines.append(f"the ranks of {log.name} first have other parameters at {place_of_ranks}")
+    if place or not lines:
+        lines.append(f"first differs at {place}" if place else "nothing differs beyond rounding")
+    return "\n".join(lines)
+
+
+def audit_of(log: Curves) -> Audit:
+    """Raises Problem."""
+    if not log.audit:
+        raise Problem(f"{log.name} is no audit, so nobody knows what its modules did", "docs/judge.md: audit")
+    return log.audit
+
+
+def to_json(found: Verdict) -> dict[str, Any]:
+    return asdict(found) | {"bounds": found.bounds._asdict()}
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Raises Problem."""
+    names = Names(arguments.step, arguments.loss, arguments.norm)
+    logs = (read_curves(arguments.first, names), read_curves(arguments.second, names))
+    precision = precision_of(arguments, logs)
+    found = verdict(*logs, precision)
+    place = located(logs, precision) if arguments.locate else ""
+    if arguments.json:
+        print(json.dumps(to_json(found) | ({"place": place} if arguments.locate else {})))
+    else:
+        print("\n".join(lines_of(found)))
+        if arguments.locate:
+            print(place)
+    return EXIT_STATUS[found.verdict]

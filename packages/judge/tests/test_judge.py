@@ -1,0 +1,227 @@
+"""Two trainings compared by their logs: what is read, what is said, and that nothing is guessed."""
+
+import csv
+import json
+import math
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from made_runs import make_run
+
+from t5bench.__main__ import main
+from t5bench_judge.curves import Names, read_curves
+
+STEPS = range(1, 21)
+Row = dict[str, float]
+
+
+def training(change: Callable[[Row], object] = lambda row: None) -> list[Row]:
+    """A training's log lines: a falling loss, and norms that vary."""
+    rows = []
+    for step in STEPS:
+        row = {"step": step, "loss": 5 + 3 / step + 1e-7 * math.sin(step), "grad_norm": 1.5 + math.sin(step) / 3}
+        change(row)
+        rows.append(row)
+    return rows
+
+
+def written(path: Path, rows: list[Row]) -> Path:
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def judged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
+    """What `judge` says of a plain training and another: exit status and output."""
+
+    def judge(other: list[Row], *options: str, plain: list[Row] | None = None) -> tuple[int, str]:
+        first = written(tmp_path / "other.jsonl", other)
+        second = written(tmp_path / "plain.jsonl", plain or training())
+        status = main(["judge", str(first), str(second), *options])
+        said = capsys.readouterr()
+        return status, said.out + said.err
+
+    return judge
+
+
+def scaled(name: str, factor: float, begin: int = 1) -> Callable[[Row], object]:
+    def change(row: Row) -> None:
+        if row["step"] >= begin:
+            row[name] *= factor
+
+    return change
+
+
+def all_of(*changes: Callable[[Row], object]) -> Callable[[Row], object]:
+    def change(row: Row) -> None:
+        for one in changes:
+            one(row)
+
+    return change
+
+
+def not_a_number(row: Row) -> None:
+    if row["step"] == 7:
+        row["loss"] = math.nan
+
+
+def test_equal_trainings(judged):
+    noise = training(lambda row: row.update(loss=row["loss"] * (1 + 2e-7), grad_norm=row["grad_norm"] * (1 - 9e-7)))
+    status, said = judged(noise)
+    assert (status, said) == (0, "EQUAL: 20 steps, bounds of fp32: loss 5e-06, norm 5e-06, relative\n")
+
+
+@pytest.mark.parametrize(
+    ("change", "likely"),
+    [
+        (scaled("grad_norm", 8), "the gradient norm is 8 times the second's at the first step.*summed in one"),
+        (scaled("grad_norm", 1 / 3), "1/3 of the second's"),
+        (scaled("grad_norm", math.sqrt(2)), r"sqrt\(2\) times the second's.*not reduced"),
+        (scaled("grad_norm", 1.07), "the norm alone"),
+        (scaled("loss", 4), "the loss is 4 times the second's.*the sum, the other the mean"),
+        (scaled("loss", 1.01), "the loss alone"),
+        (all_of(scaled("loss", 1.01), scaled("grad_norm", 1.1)), "from the first step on: other weights"),
+        (all_of(scaled("loss", 1.001, 2), scaled("grad_norm", 1.1, 2)), "agreement until step 2: the update"),
+        (all_of(scaled("loss", 1.001, 2), scaled("grad_norm", 1.1)), "missing from plain.*those of other.*not reduced"),
+        (all_of(scaled("loss", 1.001, 2), scaled("grad_norm", 0.3)), "missing from other.*those of plain.*not reduced"),
+        (scaled("grad_norm", 1.07, 2), "the norm alone, and not at once.*not zeroed"),
+        (all_of(scaled("loss", 1 + 1e-5, 3), scaled("loss", 1 + 2e-4, 6)), "agreement until step 3: the update"),
+        (lambda row: scaled("loss", 1 + 1e-7 * 2 ** row["step"])(row), "a drift, which passes the bound at step 6"),
+        (not_a_number, "other.jsonl is not a number at step 7"),
+    ],
+)  # fmt: skip
+def test_a_difference_has_a_likely_cause(judged, change: Callable[[Row], object], likely: str):
+    status, said = judged(training(change))
+    (line,) = [line for line in said.splitlines() if line.startswith("likely: ")]
+    assert status == 1 and said.startswith("DIFFERENT: 20 steps")
+    assert re.search(likely, line), line
+
+
+@pytest.mark.parametrize(
+    ("change", "hides"),
+    [
+        (lambda row: row.pop("grad_norm"), "there is no gradient norm in other.jsonl and plain.jsonl: Adam divides"),
+        (lambda row: row.update(loss=5.0), "the loss moves by only 0.0e+00: a dead model"),
+        (lambda row: row.update(grad_norm=0.0), "every gradient norm is 0"),
+        (lambda row: row.update(grad_norm=1.0), "every gradient norm is 1: it was probably logged after clipping"),
+        (lambda row: row.update(loss=round(row["loss"], 3)), "the loss is logged with few digits"),
+    ],
+)
+def test_what_two_equal_logs_may_hide(judged, change: Callable[[Row], object], hides: str):
+    status, said = judged(training(change), plain=training(change))
+    assert (status, said.partition(":")[0]) == (3, "NOT SHOWN")
+    assert f"a mistake could hide: {hides}" in said
+
+
+def test_a_rounded_log_is_given_its_rounding(judged):
+    rounded = training(lambda row: row.update(loss=round(row["loss"], 6), grad_norm=round(row["grad_norm"], 6)))
+    assert judged(rounded)[0] == 0
+    assert judged(training(scaled("loss", 1 + 1e-5)), plain=rounded)[0] == 1
+
+
+def test_lengths_and_intervals(judged):
+    status, said = judged(training()[:12])
+    assert status == 0 and "note: 8 steps are in one log alone, the first of them step 13" in said
+    status, said = judged(training()[4::5])
+    assert status == 2 and "one log has a line every 5 steps, the other every 1" in said
+    later = training(lambda row: row.update(step=row["step"] + 100))
+    status, said = judged(later)
+    assert status == 2 and "the logs share no step: they have 101 to 120 and 1 to 20" in said
+    assert "steps that both logs have: 2." in judged(training()[:2])[1]
+
+
+def test_names_of_columns(judged, tmp_path: Path):
+    renamed = [{"Iteration": row["step"], "lm loss": row["loss"], "Grad-Norm": row["grad_norm"]} for row in training()]
+    assert judged(renamed)[0] == 0
+    status, said = judged([row | {"train/loss": 1.0} for row in training()])
+    assert status == 2 and "several columns that may be the loss: loss, train/loss" in said and "--loss NAME" in said
+    path = written(tmp_path / "own.jsonl", [{"n": 1, "objective": 5.0}])
+    assert main(["judge", str(path), str(path)]) == 2
+    both = [{"n": row["step"], "objective": row["loss"], "length": row["grad_norm"]} for row in training()]
+    assert judged(both, "--loss", "objective", "--norm", "length", "--step", "n", plain=both)[0] == 0
+    status, said = judged([*training(), {"step": 20, "loss": 9.0}])
+    assert status == 2 and "two values of loss at step 20" in said and "one rank and one attempt" in said
+
+
+def test_bf16_has_its_own_bounds(judged):
+    near = training(all_of(scaled("loss", 1.001), scaled("grad_norm", 1.01)))
+    assert (judged(near)[0], judged(near, "--precision", "bf16")[0]) == (1, 0)
+
+
+def test_json_is_for_programs(judged):
+    status, said = judged(training(scaled("grad_norm", 8)), "--json")
+    found = json.loads(said)
+    (difference,) = found["differences"]
+    assert (status, found["verdict"], difference["what"], difference["step"]) == (1, "different", "gradient norm", 1)
+
+
+# ---- the kinds of logs
+
+
+def test_csv(tmp_path: Path):
+    path = tmp_path / "log.csv"
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, ["step", "loss", "grad_norm"])
+        writer.writeheader()
+        writer.writerows(training())
+    assert read_curves(path, Names()).loss == {row["step"]: row["loss"] for row in training()}
+
+
+def test_trainer_state(tmp_path: Path):
+    """Of transformers' Trainer: evaluations and the last summary are no steps of the training."""
+    lines = [row | {"epoch": 0.1} for row in training()]
+    lines += [{"step": 20, "eval_loss": 7.0}, {"step": 20, "train_loss": 6.1, "train_runtime": 12.0}]
+    (tmp_path / "trainer_state.json").write_text(json.dumps({"global_step": 20, "log_history": lines}))
+    found = read_curves(tmp_path, Names())
+    assert found.source == "transformers"
+    assert found.norm == {row["step"]: row["grad_norm"] for row in training()} and len(found.loss) == 20
+
+
+def test_tensorboard(tmp_path: Path):
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(str(tmp_path)) as writer:
+        for row in training():
+            writer.add_scalar("train/loss", row["loss"], row["step"])
+            writer.add_scalar("train/grad_norm", row["grad_norm"], row["step"])
+    found = read_curves(tmp_path, Names())
+    assert found.loss == pytest.approx({row["step"]: row["loss"] for row in training()}, rel=1e-7)
+    assert found.norm.keys() == found.loss.keys()
+
+
+def test_offline_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    import wandb
+
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    with wandb.init(mode="offline", dir=tmp_path, project="any") as run:
+        for row in training(lambda row: row.update(text="x" * 3000)):  # more than a block of the file
+            run.log({"train/" + name: value for name, value in row.items() if name != "step"}, step=row["step"])
+    (directory,) = tmp_path.glob("wandb/offline-run-*")
+    for _ in range(100):  # W&B's own process writes the last block when the run has already ended
+        found = read_curves(directory, Names())
+        if len(found.loss) == len(training()):
+            break
+        time.sleep(0.1)
+    assert found.loss == {row["step"]: row["loss"] for row in training()}
+    assert found.norm == {row["step"]: row["grad_norm"] for row in training()}
+
+
+def test_run_directories_are_judged_with_what_their_recipe_hides(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    for name in ("ddp", "zero1"):
+        make_run(tmp_path / name, name, elapsed_ms=[100.0] * 10)
+    assert main(["judge", str(tmp_path / "zero1"), str(tmp_path / "ddp")]) == 3
+    assert "CLIP_GRAD=1 clips the gradients of" in capsys.readouterr().out
+
+
+def test_files_that_are_no_logs(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    plain = written(tmp_path / "plain.jsonl", training())
+    for name, content in (("empty", b""), ("binary", bytes(range(256))), ("list", b"[1, 2]"), ("broken", b'{"loss": ')):
+        path = tmp_path / name
+        path.write_bytes(content)
+        assert main(["judge", str(path), str(plain)]) == 2, name
+        assert capsys.readouterr().err.startswith("error: "), name
+    assert main(["judge", str(tmp_path / "none"), str(plain)]) == 2
+    assert main(["judge", str(tmp_path), str(plain)]) == 2

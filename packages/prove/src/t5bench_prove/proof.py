@@ -1,0 +1,211 @@
+"""Whether an executed step sums every gradient over the right ranks exactly once, before anything is trained."""
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from native.data_parallel import TorchTrainer
+from t5bench.costmodel import traffic
+from t5bench.costmodel.job import Job
+from t5bench_prove.origins import DATA, PIPELINE, TENSOR, Axes, Origin, Origins, Reduction, members
+
+WORDS = ("word_embeddings.weight", "word_embeddings_for_head.weight")
+POSITIONS = ("position_embeddings.weight",)
+
+
+@dataclass(frozen=True)
+class Settled:
+    """A parameter, and what makes its gradient the same on all ranks that have a copy."""
+
+    name: str
+    copies: tuple[str, ...]
+    """The axes along which other ranks have the same parameter, or a part of it under ZeRO and FSDP2."""
+    by: tuple[str, ...]
+    """The collectives that add up its gradient."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """Of one rank's step."""
+
+    findings: list[str] = field(default_factory=list)
+    settled: list[Settled] = field(default_factory=list)
+
+
+@dataclass
+class Watch:
+    """Follows one step of a rank, and says what is wrong with its gradients."""
+
+    job: Job
+    rank: int
+    origins: Origins = field(init=False)
+    report: Report = field(default_factory=Report)
+
+    def __post_init__(self) -> None:
+        parallel = self.job.parallel
+        axes = Axes(self.rank, parallel.tensor, parallel.data, parallel.shards)
+        received = set(axes.of_data) if parallel.data > 1 else set()
+        if parallel.sequence_parallel and parallel.tensor > 1:
+            received.add(TENSOR)
+        self.origins = Origins(axes, received=Origin(frozenset(received)))
+        groups = traffic.groups(parallel, self.job.architecture.cross_attention)
+        self.holders = {kind: self.own(groups[kind]) for kind in ("embedding", "position")}
+        """The ranks of all stages that have a copy of the words' and of the positions' table."""
+
+    @contextlib.contextmanager
+    def following(self) -> Iterator[None]:
+        """Within this, every operator is seen."""
+        handle = register_optimizer_step_pre_hook(self.before_update)
+        try:
+            with self.origins:
+                yield
+        finally:
+            handle.remove()
+
+    def own(self, groups: list[tuple[int, ...]]) -> tuple[int, ...]:
+        return next((ranks for ranks in groups if self.rank in ranks), ())
+
+    def begin(self, trainer: TorchTrainer, batch: tuple[Tensor, ...]) -> None:
+        """Before the step that is followed."""
+        model = trainer.model
+        model = getattr(model, "module", model)  # of DeepSpeed's engine
+        self.parameters = {model.whole_name(name): own for name, own in model.named_parameters()}
+        has_slices = self.job.parallel.tensor > 1
+        self.is_divided = {name: has_slices and hasattr(own, "tp_slice") for name, own in self.parameters.items()}
+        memory = self.origins.memory
+        parallel = self.job.parallel
+        if parallel.data > 1:
+            for tokens in batch:
+                memory.write_whole(tokens, Origin(self.origins.axes.of_data))
+        for name, parameter in self.parameters.items():
+            if self.is_divided[name] and parameter.numel():
+                memory.write_whole(parameter, Origin(frozenset({TENSOR})))
+        for name, leaf in self.leaves(model).items():
+            self.name_gradient(name, leaf)
+        self.origins.is_on = True
+
+    def leaves(self, model: nn.Module) -> dict[str, nn.Parameter]:
+        """The tensors whose gradients autograd computes: FSDP2's are the gathered parameters."""
+        found = dict(self.parameters)
+        names = {id(parameter): name for name, parameter in self.parameters.items()}
+        for module in model.modules():
+            state = getattr(module, "_get_fsdp_state", None)
+            group = state()._fsdp_param_group if state else None
+            for divided in group.fsdp_params if group else ():
+                found[names[id(divided.sharded_param)]] = divided._unsharded_param
+        return found
+
+    def name_gradient(self, name: str, leaf: nn.Parameter) -> None:
+        parallel = self.job.parallel
+        differs = set()
+        if self.is_divided[name]:
+            differs.add(TENSOR)
+        if parallel.pipeline > 1:
+            differs.add(PIPELINE)
+        own = Origin(frozenset(differs), frozenset({name}))
+
+        def note(gradient: Tensor) -> None:
+            self.origins.memory.change(gradient, lambda origin: origin.with_(own))
+
+        leaf.register_hook(note)
+
+    def before_update(self, optimizer: Any, *_: Any) -> None:
+        """When the optimizer takes its step."""
+        if not self.origins.is_on:
+            return
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self.check_gradient(parameter.grad)
+
+    def check_gradient(self, gradient: Tensor) -> None:
+        for piece in self.origins.memory.read(gradient):
+            for name in piece.origin.gradients:
+                for axis in self.copies(name):
+                    if piece.origin.differs & self.origins.axes.settled_by(axis):
+                        self.found(f"{name}: {MISSING[axis]}")
+
+    def found(self, finding: str) -> None:
+        if finding not in self.report.findings:
+            self.report.findings.append(finding)
+
+    def copies(self, name: str) -> Iterator[str]:
+        """The axes along which other ranks have the same parameter."""
+        parallel = self.job.parallel
+        if parallel.data > 1:
+            yield DATA
+        if parallel.tensor > 1 and not self.is_divided[name]:
+            yield TENSOR
+        if len(self.tied_over(name)) > 1:
+            yield PIPELINE
+
+    def tied_over(self, name: str) -> tuple[int, ...]:
+        """The ranks of the stages that have a copy of a parameter; () if no other has."""
+        if self.job.parallel.pipeline == 1:
+            return ()
+        if name.endswith(WORDS):
+            return self.holders["embedding"]
+        return self.holders["position"] if name.endswith(POSITIONS) else ()
+
+    def end(self) -> None:
+        """After the step."""
+        self.origins.is_on = False
+        for name in self.parameters:
+            done = self.origins.reductions.get(name, [])
+            copies = list(self.copies(name))
+            for axis in copies:
+                self.check_reductions(name, axis, done)
+            counted = Counter(done)
+            by = tuple(
+                f"{reduction} x {count}" if count > 1 else str(reduction) for reduction, count in counted.items()
+            )
+            self.report.settled.append(Settled(name, tuple(copies), by))
+        for name, reductions in self.origins.reductions.items():
+            for reduction in reductions:
+                if not reduction.axis:
+                    self.found(f"{name}: {reduction}")
+        for name, reduction in self.origins.summed_again:
+            self.found(f"{name}: summed again by {reduction}, though these ranks have the same gradient")
+        if self.job.parallel.sequence_parallel:
+            return
+        for (source, target), origin in self.origins.sent:
+            if TENSOR in origin.differs:
+                self.found(f"message from rank {source} to rank {target}: it differs between tensor-parallel ranks")
+
+    def check_reductions(self, name: str, axis: str, done: list[Reduction]) -> None:
+        """Data-parallel replicas and stages add up the gradients themselves; tensor-parallel ranks what is before."""
+        if axis == TENSOR:
+            return
+        along = {reduction.axis for reduction in done}
+        if axis == DATA and not (DATA in along or self.origins.axes.of_data <= along):
+            self.found(f"{name}: {MISSING[DATA]}")
+        if axis == PIPELINE:
+            expected = self.tied_over(name)
+            among_stages = [reduction.ranks for reduction in done if reduction.axis == PIPELINE]
+            if not among_stages:
+                self.found(f"{name}: {MISSING[PIPELINE]}")
+            elif expected not in among_stages:
+                found = members(among_stages[0])
+                self.found(f"{name}: its gradient is summed over {found}; copies are on {members(expected)}")
+
+
+MISSING = {
+    DATA: "its gradient is not summed over the data-parallel replicas",
+    TENSOR: "tensor-parallel ranks share it, and get different gradients",
+    PIPELINE: "its gradient is not summed over the stages that have a copy",
+}
+
+
+def representatives(job: Job) -> list[int]:
+    """The ranks that are executed: of each stage the first and the last, whose data and slices are others."""
+    parallel = job.parallel
+    of_a_stage = parallel.tensor * parallel.data
+    ranks = []
+    for stage in range(parallel.pipeline):
+        ranks += [stage * of_a_stage, (stage + 1) * of_a_stage - 1]
+    return sorted(set(ranks))

@@ -1,0 +1,206 @@
+"""Whether every gradient is summed once over the right ranks: correct layouts raise no alarm, planted mistakes do."""
+
+import json
+import multiprocessing
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import REPO_ROOT
+
+from native import data_parallel, layers, parallel, tensor_parallel
+from t5bench.__main__ import main
+from t5bench.costmodel.job import FullySharded, Job, Parallel, Zero
+from t5bench_prove import execution, proof, prove
+
+T5 = prove.small(Job(prove.Architecture(2, 2, 64, 8, 8, 128, 32, 32, 1024), engine="native", attention="fused"))
+GPT = replace(
+    T5, architecture=replace(T5.architecture, encoder_layers=0, encoder_length=0, family="gpt", head_bias=False)
+)
+
+
+def job_of(parallel: Parallel, job: Job = T5, **fields: Any) -> Job:
+    found = prove.on_ranks(replace(job, parallel=parallel, **fields), parallel.world)
+    assert found
+    return found
+
+
+def findings(job: Job, rank: int) -> list[str]:
+    """In a process of its own, which has what a test has changed here."""
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        report, differences = pool.apply(execution.watched, (job, rank))
+    assert report.settled
+    return report.findings + differences
+
+
+RIGHT = {
+    "ddp": job_of(Parallel(data=4)),
+    "sequence parallelism": job_of(Parallel(2, 2, 2, sequence_parallel=True)),
+    "zero2": job_of(Parallel(data=4), zero=Zero(2)),
+    "zero3": job_of(Parallel(data=4), zero=Zero(3)),
+    "hsdp with slices": job_of(Parallel(2, 1, 4, shards=2), fully_sharded=FullySharded()),
+    "gpt": job_of(Parallel(2, 2, 1), GPT),
+    "zero-bubble": job_of(Parallel(1, 2, 2, schedule="zero-bubble")),
+}
+
+
+@pytest.mark.parametrize("layout", RIGHT)
+def test_a_right_layout_raises_no_alarm(layout: str):
+    job = RIGHT[layout]
+    assert findings(job, job.parallel.world - 1) == []
+
+
+def test_a_parameter_names_the_collectives_that_settle_its_gradient():
+    report, _ = execution_of(RIGHT["sequence parallelism"], 0)
+    by_name = {one.name: one for one in report.settled}
+    positions = by_name["language_model.embedding.position_embeddings.weight"]
+    assert positions.copies == ("data", "tensor", "pipeline")
+    assert [text.partition(" over ")[2] for text in positions.by] == [
+        "data (2 ranks: 0, 2)",
+        "pipeline (2 ranks: 0, 4)",
+        "tensor (2 ranks: 0, 1)",
+    ]
+    slice_of_weight = by_name["language_model.encoder.layers.0.mlp.dense_h_to_4h.weight"]
+    assert slice_of_weight.copies == ("data",)
+
+
+def execution_of(job: Job, rank: int) -> tuple[proof.Report, list[str]]:
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        return pool.apply(execution.watched, (job, rank))
+
+
+def reduced_twice(function: Callable[..., Any]) -> Callable[..., Any]:
+    def twice(tied: Any) -> None:
+        function(tied)
+        function(tied)
+
+    return twice
+
+
+MISSING_OVER_STAGES = "word_embeddings.weight: its gradient is not summed over the stages that have a copy"
+AGAIN = "word_embeddings.weight: summed again by all-reduce of 262,144 bytes over pipeline (2 ranks: 0, 2)"
+DIFFERENT = "input_layernorm.weight: tensor-parallel ranks share it, and get different gradients"
+WRONG = {
+    "tied embeddings are not summed": (
+        Parallel(1, 2, 2),
+        (data_parallel, "sum_tied_gradients", lambda _: None),
+        MISSING_OVER_STAGES,
+    ),
+    "tied embeddings are summed twice": (
+        Parallel(1, 2, 2),
+        (data_parallel, "sum_tied_gradients", reduced_twice(parallel.sum_tied_gradients)),
+        AGAIN,
+    ),
+    "norms are not summed over parts of the sequence": (
+        Parallel(2, 1, 1, sequence_parallel=True),
+        (data_parallel, "sum_sequence_gradients", lambda *_: None),
+        DIFFERENT,
+    ),
+    "the gradient of a block's input is not summed": (
+        Parallel(2),
+        (tensor_parallel, "enter_tp", lambda x, _: x),
+        DIFFERENT,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_mistake_names_the_parameter(name: str, monkeypatch: pytest.MonkeyPatch):
+    layout, (module, function, wrong), expected = WRONG[name]
+    monkeypatch.setattr(module, function, wrong)
+    assert any(expected in finding for finding in findings(job_of(layout), 0))
+
+
+def test_replicas_of_the_wrong_group_are_named(monkeypatch: pytest.MonkeyPatch):
+    """DDP over the tensor-parallel ranks: nothing adds up the replicas' gradients, and the slices' are mixed."""
+    right = data_parallel.DistributedDataParallel
+
+    def wrong(part: Any, process_group: Any, **options: Any) -> Any:
+        del process_group
+        ranks = parallel.dist.get_process_group_ranks
+        group = next(axis.group for axis in (part.tp,) if ranks(axis.group))
+        return right(part, process_group=group, **options)
+
+    monkeypatch.setattr(data_parallel, "DistributedDataParallel", wrong)
+    found = findings(job_of(Parallel(2, 1, 2)), 0)
+    assert any("lm_head.bias: its gradient is not summed over the data-parallel replicas" in one for one in found)
+    assert any("input_layernorm.weight: summed again by all-reduce" in one for one in found)
+
+
+def test_the_command_proves_or_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setenv("HOSTS", "")
+    assert main(["prove", "tensor", "--ranks", "2", "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["rows"]
+    assert (row["layout"], row["ranks"], row["parameters"], row["findings"]) == ("2/1/1", 2, 71, [])
+    monkeypatch.setattr(layers, "ColumnLinear", entering_nowhere(layers.ColumnLinear))
+    assert main(["prove", "tensor", "--ranks", "2"]) == 1
+    said = capsys.readouterr().out
+    assert "NOT PROVED: t5 tensor, 2/1/1, rank 0: language_model.encoder.layers.0.input_layernorm.weight:" in said
+
+
+def entering_nowhere(right: type) -> Callable[..., Any]:
+    return lambda *sizes, **options: right(*sizes, **options | {"enters": False})
+
+
+# Of the mistakes of tests/engines/mistakes.txt in the native engine that concern sums over ranks: what each begins
+# with, and the beginning of what stands there instead. The last five change no collective and no rank's gradients.
+FOUND = (
+    ("native-sequence | tensor", "=> pass"),
+    ("native-sequence | hybrid", "and parameter.dim() == 2]"),
+    ("native-sequence | hybrid", "part_gradient = own_part("),
+    ("native | tensor", "mesh.tp.all_reduce(squared_norm) => pass"),
+    ("native | pipeline", "mesh.pp.all_reduce(squared_norm) => pass"),
+    ("native | tensor", "=> nn.Parameter(torch.empty(args.padded"),
+    ("native | hybrid", "embedding.axis.all_reduce(first) => pass"),
+    ("native | pipeline", "if positions else [] => []"),
+    ("native | tensor", "blocks=3, enters=False)"),
+    ("native | hybrid", "tp, enters=False)"),
+    ("native | tensor", "=> mask, encoded)"),
+    ("native | fsdp2", "=> self.args.clip_grad)"),
+    ("native | fsdp2", "reduce_dtype=torch.bfloat16"),
+    ("native-gpt | tensor", "=> F.linear(x, weight)"),
+    ("native-gpt | fsdp2", "=> self.args.clip_grad)"),
+    ("native-deep | pipeline", "=> Tied({0, split}"),
+)
+NOT_FOUND = (
+    ("native | tensor", "== 0) => True"),
+    ("native | tensor", "self.linear(x, self.weight, self.bias), self.tp)"),
+    ("native-deep | pipeline", "all_reduce(first).mul_(2)"),
+    ("native-deep | pipeline", "mesh.is_first_stage else 0 => 0"),
+    ("native-interleaved | pipeline", "0 * gradient"),
+)
+DEEP = {"ENCODER_NUM_LAYERS": "3", "DECODER_NUM_LAYERS": "3"}
+SETTINGS = {
+    "native": {},
+    "native-sequence": {"SEQUENCE_PARALLEL": "1"},
+    "native-gpt": {"MODEL_FAMILY": "gpt"},
+    "native-deep": DEEP | {"PIPELINE_PARALLEL_SIZE": "4", "NNODES": "1", "NPROC_PER_NODE": "8"},
+    "native-interleaved": DEEP | {"PIPELINE_SCHEDULE": "interleaved"},
+}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("planted", [*FOUND, *NOT_FOUND], ids=" ".join)
+def test_planted_mistakes_of_communication(planted: tuple[str, str], tmp_path: Path):
+    begin, change = planted
+    lines = (REPO_ROOT / "tests" / "engines" / "mistakes.txt").read_text().splitlines()
+    (line,) = [each for each in lines if each.startswith(begin) and change in each]
+    engine, strategy, file, replacement = line.replace("\\n", "\n").split(" | ", 3)
+    right, wrong = replacement.split(" => ")
+    for folder in ("native", "t5bench", "scripts", "ds_configs", "docs", "patches", "megatron_data"):
+        shutil.copytree(REPO_ROOT / folder, tmp_path / folder)
+    path = tmp_path / file
+    assert path.read_text().count(right) == 1
+    path.write_text(path.read_text().replace(right, wrong))
+    environment = os.environ | {"PYTHONPATH": str(tmp_path), "ENGINE": "native", "HOSTS": ""} | SETTINGS[engine]
+    command = [sys.executable, "-m", "t5bench", "prove", strategy, "--ranks", "8", "--json"]
+    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == (1 if planted in FOUND else 0), result.stderr
+    (row,) = json.loads(result.stdout)["rows"]
+    assert bool(row["findings"]) == (planted in FOUND)

@@ -1,0 +1,228 @@
+"""``python -m t5bench search``: measures short runs of the most promising layouts until the fastest is known.
+
+scripts/search.sh calls it. The decisions are in costmodel/search.py.
+"""
+
+import argparse
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from t5bench import Problem, note, raise_on_signals
+from t5bench.arguments import at_least
+from t5bench.choose import search_parity as parity
+from t5bench.choose.asked import asked_model, asked_size, default_batch, device_for, host_of, link_of
+from t5bench.choose.search import Expected, Option, Search, SearchRun, Standing, steps
+from t5bench.choose.search_picture import draw
+from t5bench.choose.search_runs import Moment, Runner, SearchState, name_of, remembered
+from t5bench.choose.space import MOST_AS_FAST, Candidate, Space
+from t5bench.costmodel.prediction import with_link
+from t5bench.plan import run_lock
+from t5bench.plan.launchers import ENGINES, LAYOUT_SETTINGS, accepted
+from t5bench.record.plan import Plan
+from t5bench.sweep.launch import BASELINE, Launch, PlannedRun
+
+CHOSEN = ("TP_SIZE", "PP_SIZE", "MICRO_BATCH_SIZE", "RECOMPUTE", "TRAIN_ITERS", "LOG_INTERVAL")
+PICTURE = "search.svg"
+SHOWN = 10
+EXIT_NOT_CERTAIN = 3
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--runs-dir", type=Path, required=True, help="directory of the search")
+    parser.add_argument("--runs", type=at_least(1), help="budget: so many runs (default: no limit)")
+    parser.add_argument("--minutes", type=at_least(0.1, float), help="budget: minutes of runs (default: no limit)")
+    parser.add_argument("--iterations", type=at_least(25), default=40, help="of each run (default: %(default)s)")
+    parser.add_argument("--launch", choices=["local", "ssh"], default="local", help="here, or on all hosts")
+    parser.add_argument("--device", default="", help="the hosts' GPU, as in nvidia-smi (default: this machine's)")
+    parser.add_argument("--link", type=at_least(1e-6, float), metavar="GBIT", help="a node's link in Gbit/s")
+    parser.add_argument("--network", type=Path, metavar="FILE", help="what check_cluster.sh --network wrote")
+    parser.add_argument("--host", type=Path, metavar="FILE", help="what check_cluster.sh --host wrote")
+    parser.add_argument("--dry-run", action="store_true", help="print what would run first")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Raises Problem if nothing can run."""
+    raise_on_signals()
+    os.environ.setdefault("ENGINE", ENGINES[0])
+    tensor = asked_size("TENSOR_PARALLEL_SIZE", "TP_SIZE")
+    pipeline = asked_size("PIPELINE_PARALLEL_SIZE", "PP_SIZE")
+    for name in (*LAYOUT_SETTINGS, *CHOSEN):  # each run has its layout's
+        os.environ.pop(name, None)
+    planned = plan_of_hosts(args)
+    candidates = that_may_be_fastest(launchable(args, planned, tensor, pipeline))
+    by_name = {name_of(candidate): candidate for candidate in candidates}
+    options = [Option(name, each.job, each.machine, each.backend) for name, each in by_name.items()]
+    memory = remembered(args.runs_dir, question(args, planned, candidates[0]))
+    search = Search(options, measured=dict(memory.outcomes), failed=set(memory.failed))
+    if args.dry_run:
+        print_left(search.standing(), by_name)
+        return 0
+    try:
+        args.runs_dir.mkdir(parents=True, exist_ok=True)
+        run_lock.take(args.runs_dir, "search", os.getpid())
+    except OSError as error:
+        raise Problem(f"cannot write to {args.runs_dir}: {error.strerror}", "Choose another RUNS_DIR") from error
+    run_lock.keep(args.runs_dir, "search")
+    runner = Runner(args.runs_dir, args.launch == "ssh", args.iterations, memory)
+    standing = found(search, by_name, runner, budget(args, memory))
+    report(standing, by_name, memory, args.runs_dir)
+    return 0 if standing.is_certain else EXIT_NOT_CERTAIN
+
+
+def plan_of_hosts(args: argparse.Namespace) -> Plan:
+    """DDP's plan on all hosts: the processes, their device and the backend. Raises Problem."""
+    launch = Launch({"MICRO_BATCH_SIZE": "1"}, over_ssh=args.launch == "ssh")
+    planned = accepted(launch.ask(PlannedRun(BASELINE, BASELINE), args.runs_dir / "plan"))
+    if planned.obstacles or not planned.layout:
+        obstacle = planned.obstacles[0]
+        raise Problem(f"no layout can run here: {obstacle.found}", obstacle.remedy)
+    return planned
+
+
+def launchable(args: argparse.Namespace, planned: Plan, tensor: int | None, pipeline: int | None) -> list[Candidate]:
+    """All layouts that fit and that the launchers can start, by predicted time. Raises Problem if there are none."""
+    assert planned.layout
+    model = asked_model(argparse.Namespace(model=None, vocabulary=None))
+    per_node = planned.layout.nproc_per_node
+    link = link_of(args.network, args.link, None)
+    machine = with_link(device_for(planned, args.device), link, per_node, host_of(args.host))
+    space = Space(
+        engines=model.engines,
+        gpus=planned.layout.world_size,
+        machine=machine,
+        batch=default_batch(),
+        tensor=tensor,
+        pipeline=pipeline,
+        given=model.given,
+        is_launchable=model.is_launchable,
+        backend=planned.backend,
+    )
+    ranked = [each for each in space.ranked() if each.fits and each.start]
+    if not ranked:
+        raise Problem("the launchers can start none of the layouts that fit", "See: python -m t5bench layouts")
+    return ranked
+
+
+def that_may_be_fastest(ranked: Sequence[Candidate]) -> list[Candidate]:
+    """Without those that are far slower whatever is not known."""
+    fastest = ranked[0]
+    candidates = [
+        each
+        for each in ranked
+        if each.seconds <= MOST_AS_FAST * fastest.seconds or not each.surely_slower_than(fastest)
+    ]
+    return without_needless_recomputation(candidates)
+
+
+def without_needless_recomputation(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Without those that recompute what would fit as well."""
+    jobs = {each.job for each in candidates}
+    return [
+        each for each in candidates if each.job.recompute == "none" or replace(each.job, recompute="none") not in jobs
+    ]
+
+
+def question(args: argparse.Namespace, planned: Plan, candidate: Candidate) -> dict[str, str]:
+    """What must be the same when a search continues."""
+    assert planned.layout
+    return {
+        **candidate.given,
+        "hosts": " ".join(planned.hosts),
+        "nodes": str(planned.layout.nnodes),
+        "processes of a node": str(planned.layout.nproc_per_node),
+        "device": planned.device,
+        "ENGINE": os.environ["ENGINE"],
+        "GLOBAL_BATCH_SIZE": str(candidate.job.global_batch),
+        "iterations": str(args.iterations),
+    }
+
+
+def budget(args: argparse.Namespace, memory: SearchState) -> Callable[[Search], bool]:
+    """Whether another run may begin: one is expected to take as long as those before it."""
+
+    def may_go_on(search: Search) -> bool:
+        runs = search.runs
+        if args.runs and runs >= args.runs:
+            return False
+        each = memory.seconds / runs if runs else 0.0
+        return not args.minutes or memory.seconds + each <= 60 * args.minutes
+
+    return may_go_on
+
+
+def found(
+    search: Search, by_name: Mapping[str, Candidate], runner: Runner, may_go_on: Callable[[Search], bool]
+) -> Standing:
+    """Searches until the named layout trains as DDP does, too. Raises Problem and Interrupted."""
+    memory = runner.memory
+
+    def measure(option: Option) -> SearchRun | None:
+        return runner.measure(option.name, by_name[option.name])
+
+    while True:
+        try:
+            for standing in steps(search, measure, may_go_on):
+                note(progress(standing, by_name, memory))
+                named = standing.named.option.name
+                moment = Moment(memory.seconds / 60, named, standing.possible_regret)
+                if standing.named.is_measured and moment not in memory.moments:
+                    memory.moments.append(moment)
+        except ValueError as error:
+            reasons = dict.fromkeys(memory.failed.values())
+            raise Problem(str(error), "\n".join(reasons)) from error
+        name = standing.named.option.name
+        if not standing.named.is_measured or name in memory.parity:
+            break
+        note(f"checking whether {by_name[name].title} trains as DDP does")
+        fault = parity.fault_of(name, by_name[name], runner)
+        if not fault:
+            memory.parity.append(name)
+            break
+        note(f"{by_name[name].title} is left out: {fault}")
+        memory.failed[name] = fault
+        search.failed.add(name)
+    memory.write(runner.runs_dir)
+    titles = {name: candidate.title for name, candidate in by_name.items()}
+    draw(memory.moments, titles, runner.runs_dir / PICTURE)
+    return standing
+
+
+def progress(standing: Standing, by_name: Mapping[str, Candidate], memory: SearchState) -> str:
+    """One line."""
+    named = by_name[standing.named.option.name].title
+    if not standing.runs:
+        return f"{len(standing.left)} layouts may be the fastest, {standing.dropped} are surely slower"
+    return (
+        f"{standing.runs} runs, {memory.seconds / 60:.1f} min: {named} takes {standing.named.seconds:.4g} s; "
+        f"at most {standing.possible_regret:.1%} slower than the fastest; {len(standing.left)} layouts left"
+    )
+
+
+def print_left(standing: Standing, by_name: Mapping[str, Candidate]) -> None:
+    print(f"{len(standing.left)} layouts may be the fastest, {standing.dropped} are surely slower. First would run:")
+    for each in standing.left[:SHOWN]:
+        print(f"  {by_name[each.option.name].title}, predicted {each.seconds:.4g} s")
+
+
+def report(standing: Standing, by_name: Mapping[str, Candidate], memory: SearchState, runs_dir: Path) -> None:
+    def line(each: Expected) -> str:
+        return f"{by_name[each.option.name].title}: {each.seconds:.4g} s an iteration"
+
+    if not standing.named.is_measured:
+        print("The budget allowed no run.")
+        return
+    if standing.equals:
+        print("Too close to call, so take the one that suits you:")
+        for each in (standing.named, *standing.equals):
+            print(f"  {line(each)}")
+    else:
+        print(f"The fastest is {line(standing.named)}")
+    if not standing.is_certain:
+        print("The budget ended before this was certain.")
+    print(f"With 95 % certainty it is at most {standing.possible_regret:.1%} slower than the fastest layout.")
+    print(f"{standing.runs} runs took {memory.seconds / 60:.1f} minutes; {runs_dir / PICTURE} shows their course.")
+    print(
+        f"On a small model its curves agree with DDP's. Start it with:\n  {by_name[standing.named.option.name].start}"
+    )

@@ -1,0 +1,33 @@
+"""The packages that stand alone: which module lies in which, and importing one where it may not be installed.
+
+Nothing in this package imports them by an import statement: they know the harness, and it need not know them.
+"""
+
+import sys
+from importlib import import_module
+from types import ModuleType
+
+from t5bench import REPOSITORY, Problem
+
+# The folder in packages/ of what is imported by this name.
+FOLDERS = {
+    "t5bench_judge": "judge",
+    "t5bench_ledger": "ledger",
+    "t5bench_evidence": "costmodel-evidence",
+    "t5bench_prove": "prove",
+    "t5bench_planner_page": "planner-page",
+}
+
+
+def imported(name: str) -> ModuleType:
+    """The module of this name. Raises Problem where its package, or one that it needs, is missing."""
+    package = name.partition(".")[0]
+    try:
+        return import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name == package and package in FOLDERS:
+            folder = FOLDERS[package]
+            remedy = f"In a clone of this repository, run: pip install . packages/{folder}"
+            raise Problem(f"this needs a package of its own, {folder}, which is not installed", remedy) from error
+        remedy = f"Run: pip install -r '{REPOSITORY}/requirements.txt', or activate the environment that has it"
+        raise Problem(f"{sys.executable} lacks a package: {error}", remedy) from error
