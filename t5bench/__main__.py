@@ -144,14 +144,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 128 + signal.SIGPIPE
     except OSError as error:
         discard(sys.stdout)
-        note(f"error: {error}\n       Check what it names; df -h and df -i show whether there is space for the output")
+        from t5bench.record.status import remedy_of_writing
+
+        otherwise = "Check what it names; df -h and df -i show whether there is space for the output"
+        note(f"error: {error}\n       {remedy_of_writing(error, otherwise)}")
         return EXIT_CONFIGURATION
     return status
 
 
 if __name__ == "__main__":
+    from t5bench import inherited
     from t5bench.text import guard_streams
 
     guard_streams()
+    inherited.put_right()
     os.environ.setdefault("PYTHON", sys.executable)  # for the launchers that a command starts
     sys.exit(main())

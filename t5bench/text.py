@@ -12,6 +12,8 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any, TextIO
 
+from t5bench.inherited import open_missing_streams
+
 # Colour and weight (SGR) move nothing, hide nothing that was written before, and ask the terminal for nothing. Then: C0
 # and C1 controls, line separators, marks that reverse or hide text, and bytes that are no UTF-8.
 _CONTROL = re.compile(
@@ -50,7 +52,8 @@ class SafeStream(io.TextIOWrapper):
 
 
 def guard_streams() -> None:
-    """Makes standard output and error safe; for a program's beginning."""
+    """Makes standard output and error safe, also one that the parent closed; for a program's beginning."""
+    open_missing_streams()
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if isinstance(stream, io.TextIOWrapper) and not isinstance(stream, SafeStream):
@@ -60,8 +63,13 @@ def guard_streams() -> None:
 
 def steer(stream: TextIO, sequence: str) -> None:
     """Sends a terminal our own control sequences, past the door. Text of others that is among them is visible()."""
+    pass_by(stream, sequence.encode(errors="backslashreplace"))
+
+
+def pass_by(stream: TextIO, text: bytes) -> None:
+    """Sends bytes past the door that are safe already, as a Screen's are."""
     stream.flush()
-    stream.buffer.write(sequence.encode(errors="backslashreplace"))
+    stream.buffer.write(text)
     stream.buffer.flush()
 
 

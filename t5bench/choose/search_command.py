@@ -22,6 +22,7 @@ from t5bench.plan import run_lock
 from t5bench.plan.launchers import ENGINES, LAYOUT_SETTINGS, accepted
 from t5bench.record.plan import Plan
 from t5bench.sweep.launch import BASELINE, Launch, PlannedRun
+from t5bench.unread import never_wait
 
 CHOSEN = ("TP_SIZE", "PP_SIZE", "MICRO_BATCH_SIZE", "RECOMPUTE", "TRAIN_ITERS", "LOG_INTERVAL")
 PICTURE = "search.svg"
@@ -44,6 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Raises Problem if nothing can run."""
+    never_wait("stdout", "stderr")
     raise_on_signals()
     os.environ.setdefault("ENGINE", ENGINES[0])
     tensor = asked_size("TENSOR_PARALLEL_SIZE", "TP_SIZE")

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from t5bench import EXIT_CONFIGURATION, Problem, note
+from t5bench import EXIT_CONFIGURATION, Problem, inherited, note
 from t5bench.plan import node_checks, run_lock
 from t5bench.plan.engine import offload_device
 from t5bench.plan.interpreter import is_plain, needs_link, path_of_programs, plain_caches, plain_link, torch_elsewhere
@@ -33,8 +33,9 @@ from t5bench.plan.settings import full_help, help_lines, short_help, values_from
 from t5bench.record.command_script import script
 from t5bench.record.plan import Plan
 from t5bench.record.settings import DEFAULT_TOKENIZER, declarations_of
-from t5bench.record.status import SPACE_REMEDY
+from t5bench.record.status import SPACE_REMEDY, remedy_of_writing
 from t5bench.text import guard_streams, visible
+from t5bench.unread import never_wait
 
 PR_SET_PDEATHSIG = 1
 ANSWER = 1
@@ -42,9 +43,11 @@ ANSWER = 1
 
 def answer(text: str) -> None:
     """To the script; the user may read only the first lines."""
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    with os.fdopen(ANSWER, "w", errors="surrogateescape", closefd=False) as stream:
-        stream.write(text)
+    try:
+        with os.fdopen(ANSWER, "w", errors="surrogateescape", closefd=False) as stream:
+            stream.write(text)
+    except BrokenPipeError:
+        sys.exit(128 + signal.SIGPIPE)
 
 
 def end_with_script() -> None:
@@ -80,8 +83,8 @@ def begin(planned: Plan, launcher: int) -> Plan:
         planned = stopped(planned, Problem(problem.found, problem.remedy, "running", fatal=False))
     except OSError as error:
         found = f"cannot write to the run directory {planned.output_dir}: {error.strerror or error}"
-        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        remedy = SPACE_REMEDY if is_full else "Choose another OUTPUT_DIR"
+        otherwise = SPACE_REMEDY if error.errno == errno.ENOSPC else "Choose another OUTPUT_DIR"
+        remedy = remedy_of_writing(error, otherwise)
         planned = stopped(planned, Problem(found, remedy, "output-directory", fatal=False))
     if planned.obstacles:
         run_lock.release(directory, f"node{planned.node}", launcher)
@@ -290,5 +293,7 @@ def main(words: Sequence[str]) -> int:
 if __name__ == "__main__":
     ANSWER = keep_the_answer_apart()
     guard_streams()
+    inherited.put_right()
+    never_wait("stderr")
     end_with_script()
     sys.exit(main(sys.argv[1:]))

@@ -120,6 +120,13 @@ class Rule(NamedTuple):
 LONGEST_REASON = 300
 KILLED = "a process was killed (SIGKILL)"
 SPACE_REMEDY = "Free space and inodes there (df -h, df -i), or choose another OUTPUT_DIR"
+FILE_SIZE_REMEDY = (
+    "Raise the limit on the size of a file (ulimit -f unlimited), which a batch system or a shell's start-up file may"
+    " set. Some file systems have one of their own"
+)
+QUOTA_REMEDY = f"See your quota (quota -s). {SPACE_REMEDY}"
+READ_ONLY_REMEDY = "See dmesg: the kernel does this to a damaged file system"
+FILES_REMEDY = "Raise the limit: ulimit -n 65536"
 SHARED_MEMORY_REMEDY = (
     "Free space there (ls -l /dev/shm). A container has 64 MiB unless it is started with more:"
     " docker run --shm-size=16g, or --ipc=host"
@@ -244,12 +251,24 @@ def first_match(rules: Iterable[Rule], text: str) -> tuple[Rule, re.Match[str]] 
 
 _OF_ERRNO = {
     errno.ENOSPC: (CRASHED, "a disk or /dev/shm is full", _EITHER_REMEDY),
-    errno.EDQUOT: (CRASHED, "a disk quota is used up", SPACE_REMEDY),
+    errno.EDQUOT: (CRASHED, "a disk quota is used up", QUOTA_REMEDY),
+    errno.EFBIG: (CRASHED, "a file is larger than this process may write", FILE_SIZE_REMEDY),
     errno.ENOMEM: (OUT_OF_MEMORY, "the host's memory is full", _MORE_MEMORY),
-    errno.EMFILE: (CRASHED, "too many files are open in a worker", "Raise the limit: ulimit -n 65536"),
+    errno.EMFILE: (CRASHED, "too many files are open in a worker", FILES_REMEDY),
     errno.ENFILE: (CRASHED, "too many files are open on this host", "Close some, or raise fs.file-max (sysctl)"),
-    errno.EROFS: (CRASHED, "a file system is read-only", "See dmesg: the kernel does this to a damaged file system"),
+    errno.EROFS: (CRASHED, "a file system is read-only", READ_ONLY_REMEDY),
 }
+
+
+def remedy_of_writing(error: OSError, otherwise: str = SPACE_REMEDY) -> str:
+    """What to do about a file that cannot be written."""
+    remedies = {
+        errno.EFBIG: FILE_SIZE_REMEDY,
+        errno.EDQUOT: QUOTA_REMEDY,
+        errno.EROFS: READ_ONLY_REMEDY,
+        errno.EMFILE: FILES_REMEDY,
+    }
+    return remedies.get(error.errno or 0, otherwise)
 
 
 def name_of(error: BaseException) -> str:

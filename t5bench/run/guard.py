@@ -21,12 +21,12 @@ from t5bench.record import status as ends
 from t5bench.record.plan import Plan
 from t5bench.record.status import (
     PROCESSES_REMEDY,
-    SPACE_REMEDY,
     Cause,
     Status,
     Strength,
     first_failure,
     node_named,
+    remedy_of_writing,
     weight_of,
 )
 from t5bench.record.tools import ask
@@ -305,7 +305,10 @@ def _cause_without_failure(plan: Plan, output: Output) -> Cause | None:
 
 
 def _unwritten(output: Output) -> Cause:
-    return Cause.now(ends.CRASHED, f"the run directory cannot be written: {output.unwritten}", SPACE_REMEDY)
+    assert output.unwritten
+    return Cause.now(
+        ends.CRASHED, f"the run directory cannot be written: {output.unwritten}", remedy_of_writing(output.unwritten)
+    )
 
 
 def _cause_of_failure(

@@ -196,11 +196,13 @@ class Output:
         self.padded_vocab_size = padded_vocabulary(text) or self.padded_vocab_size
 
 
-def pass_on(output: Output, source: int, sink: int, is_over: Callable[[], bool], look: Callable[[], None]) -> None:
-    """Passes every block to the sink and to the output at once, until the source ends.
+def pass_on(
+    output: Output, source: int, show: Callable[[bytes], None], is_over: Callable[[], bool], look: Callable[[], None]
+) -> None:
+    """Passes every block to the output, and what may be shown of it on at once, until the source ends.
 
-    It also ends if nothing has come for OPEN_SECONDS after the run was over. A closed sink is ignored. look is called
-    about once a second.
+    It also ends if nothing has come for OPEN_SECONDS after the run was over. show must not wait. look is called about
+    once a second.
     """
     screen = Screen()
     looked = time.monotonic()
@@ -218,12 +220,6 @@ def pass_on(output: Output, source: int, sink: int, is_over: Callable[[], bool],
         block = os.read(source, BLOCK)
         if not block:
             break
-        show(screen.show(output.take(block, now()), is_last=False), sink)
+        show(screen.show(output.take(block, now()), is_last=False))
     look()
-    show(screen.show(output.end(now()), is_last=True), sink)
-
-
-def show(text: bytes, sink: int) -> None:
-    with contextlib.suppress(OSError):
-        while text:
-            text = text[os.write(sink, text) :]
+    show(screen.show(output.end(now()), is_last=True))

@@ -8,6 +8,7 @@ Every wait at the end of a run is limited.
 import argparse
 import contextlib
 import errno
+import functools
 import glob
 import json
 import os
@@ -31,7 +32,7 @@ from t5bench.record import status as ends
 from t5bench.record.files import METRICS, RecordError, seal, write_json, write_whole
 from t5bench.record.plan import Plan
 from t5bench.record.records import FORMAT, write_run
-from t5bench.record.status import PROCESSES_REMEDY, SPACE_REMEDY, Cause, Status, now, of_run
+from t5bench.record.status import PROCESSES_REMEDY, Cause, Status, now, of_run, remedy_of_writing
 from t5bench.run import guard as guards
 from t5bench.run import processes
 from t5bench.run.agreement import COMMON
@@ -41,6 +42,8 @@ from t5bench.run.peers import Peers, fields_of
 from t5bench.run.reports import Reports, reports_prefix
 from t5bench.run.sampler import Sampler, link_speeds
 from t5bench.run.training import Training
+from t5bench.text import pass_by
+from t5bench.unread import never_wait
 
 # How long a node that lost its connection or waited for others waits for the reason: the others' guards act after
 # GRACE_SECONDS, collect the stacks of their workers and end them.
@@ -125,7 +128,7 @@ class Part:
         try:
             self._finish()
         except (OSError, RecordError) as error:
-            remedy = SPACE_REMEDY if isinstance(error, OSError) else error.remedy
+            remedy = remedy_of_writing(error) if isinstance(error, OSError) else error.remedy
             unwritten = Status(ends.CRASHED, f"the record of this run could not be written: {error}", remedy)
             if known.name == ends.COMPLETE:
                 known = unwritten
@@ -219,7 +222,8 @@ def follow(part: Part, peers: Peers, stacks: Stacks, training: Training) -> Outp
         training.give_up()
     else:
         training.start({COMMON: json.dumps(shared_facts.facts_of(plan))} if peers.endpoint.nodes > 1 else {})
-    pass_on(output, training.output, sys.stdout.fileno(), training.is_over.is_set, lambda: part.look(output))
+    show = functools.partial(pass_by, sys.stdout)
+    pass_on(output, training.output, show, training.is_over.is_set, lambda: part.look(output))
     training.wait()
     sampler.end()
     return output
@@ -354,10 +358,11 @@ def cannot_record(directory: Path, node: int, training: Training, error: OSError
     """Ends the run because the run directory cannot be written, or because this process cannot start a thread."""
     processes.end(training.mark, guards.TERM_SECONDS)
     reason = f"the run directory cannot be written: {error}"
-    remedy = SPACE_REMEDY
     if isinstance(error, RuntimeError) or error.errno == errno.EAGAIN:
         reason = f"the limit on processes or threads is reached here: {error}"
         remedy = PROCESSES_REMEDY
+    else:
+        remedy = remedy_of_writing(error)
     with contextlib.suppress(OSError):
         overwrite(directory / f"node{node}.status", f"{ends.CRASHED} {reason}\n{remedy}\n")
     note(f"error: node {node}: {ends.CRASHED}: {reason}\n       {remedy}")
@@ -366,6 +371,7 @@ def cannot_record(directory: Path, node: int, training: Training, error: OSError
 
 def run(args: argparse.Namespace) -> int:
     command = args.words[1:] if args.words[:1] == ["--"] else args.words  # versions of argparse differ
+    never_wait("stdout", "stderr")  # neither the training nor its end
     training = Training(command)
     training.listen()
     try:

@@ -63,13 +63,13 @@ class Training:
     def start(self, environment: Mapping[str, str]) -> None:
         """Starts the command, with more variables in its environment; call it from the main thread.
 
-        When the thread that started it ends, the kernel ends it too. It has a session of its own: a Ctrl-C on the
-        terminal reaches only this process, which ends the others in order.
+        When the thread that started it ends, the kernel kills it too, also if it is suspended, and this its workers.
+        It has a session of its own: a Ctrl-C on the terminal reaches only this process, which ends the others in order.
         """
         parent = os.getpid()
 
         def tie_to_parent() -> None:
-            _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+            _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
             if os.getppid() != parent:
                 os._exit(1)
 

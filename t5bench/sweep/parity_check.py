@@ -18,6 +18,7 @@ from t5bench.record.plan import Plan
 from t5bench.record.records import load
 from t5bench.sweep.launch import BASELINE, Launch, PlannedRun, choose, plan_runs
 from t5bench.sweep.sweep import run_all, t5bench
+from t5bench.unread import never_wait
 
 MEGATRON = "megatron"
 # Numbers that have no setting. With an epsilon as large as the gradients and a short memory of their squares, mistakes
@@ -49,6 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Raises Problem if the check cannot run."""
+    never_wait("stdout", "stderr")
     raise_on_signals()
     unset = [name for name in ("DROPOUT", "SEED") if name not in os.environ]
     if unset:

@@ -31,6 +31,7 @@ from t5bench.record.status import COMPLETE, CONFIGURATION, EXIT_CODES
 from t5bench.sweep.launch import Launch, PlannedRun, Started, choose, plan_baselines, plan_runs
 from t5bench.sweep.order import balanced_orders
 from t5bench.text import steer
+from t5bench.unread import never_wait, wait_for_readers
 
 SECONDS = 0.1  # between looks at a run
 MOST_REPEATS = 10_000
@@ -56,6 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Raises Problem if nothing can run."""
+    never_wait("stdout", "stderr")  # nor the next run
     raise_on_signals()
     group = os.environ.get("WANDB_RUN_GROUP") or args.runs_dir.name
     launch = Launch({"WANDB_RUN_GROUP": group}, over_ssh=args.launch == "ssh")
@@ -156,6 +158,7 @@ def compare(runs: Sequence[Path], runs_dir: Path) -> int:
 
 def t5bench(*arguments: str | Path) -> int:
     """The exit status of another command."""
+    wait_for_readers()
     return subprocess.run([sys.executable, "-m", "t5bench", *map(str, arguments)], check=False).returncode
 
 

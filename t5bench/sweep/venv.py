@@ -14,7 +14,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-from t5bench import NEWEST, REPOSITORY, WRONG_PYTHON, Problem, note
+from t5bench import NEWEST, REPOSITORY, WRONG_PYTHON, Problem, inherited, note
 from t5bench.text import guard_streams
 
 # If the base Python already has a torch, that one is used instead.
@@ -129,6 +129,7 @@ def logged(title: str, *command: str, must: bool = True) -> bool:
 
 if __name__ == "__main__":
     guard_streams()
+    inherited.put_right()
     try:
         ensure([Path(word) for word in sys.argv[1:]])
     except Problem as problem:

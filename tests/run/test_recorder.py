@@ -226,12 +226,11 @@ def test_the_recorder_ends_although_output_is_held_open(tmp_path: Path):
     """A process that left the run behind, its mark with it, and still has the pipe."""
     start, (reader, writer) = time.monotonic(), os.pipe()
     os.write(writer, output(3).encode())
-    with (tmp_path / "shown").open("wb") as shown:
-        pass_on(
-            Output(tmp_path / "log", tmp_path / "metrics.jsonl", []), reader, shown.fileno(), lambda: True, lambda: None
-        )
+    shown: list[bytes] = []
+    printed = Output(tmp_path / "log", tmp_path / "metrics.jsonl", [])
+    pass_on(printed, reader, shown.append, lambda: True, lambda: None)
     assert OPEN_SECONDS <= time.monotonic() - start < OPEN_SECONDS + 20
-    assert (tmp_path / "shown").read_text() == output(3)
+    assert b"".join(shown).decode() == output(3)
     os.close(writer)
     os.close(reader)
 
