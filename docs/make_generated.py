@@ -1,19 +1,22 @@
 """Writes the generated pages again, into docs/generated or a folder: ``python -m docs.make_generated [folder]``.
 
-So are the answers of the commands in learn.md. A test (tests/docs/test_generated.py) asks that this changes nothing.
+So are the answers of the commands in learn.md, and the README's table of layouts. A test
+(tests/docs/test_generated.py) asks that this changes nothing.
 What comes from runs stays as it is: ledger.json, continuations.json, release_costs.*, the example, the pictures of
 the quick start and that of a search. What launchers read of the ledger is written, too.
 """
 
 import contextlib
+import io
 import json
 import os
 import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 from docs import continuations
@@ -23,6 +26,7 @@ from t5bench_ledger import tables, verdicts
 
 FOLDER = Path(__file__).resolve().parent / "generated"
 COURSE = FOLDER.parent / "learn.md"
+README = FOLDER.parents[1] / "README.md"
 # Without the settings of whoever runs this, and without the data of this checkout, whose vocabulary may be another.
 KEPT = ("PATH", "HOME", "LANG", "PYTHONPATH", "TMPDIR")
 
@@ -62,6 +66,61 @@ def with_answers(page: str) -> str:
         return ANSWERED.sub(asked, page)
 
 
+TABLE = re.compile(r"(?P<begin>^<!-- the table of layouts: .* -->\n)(?s:.*?)(?P<end>^<!-- its end -->$)", re.MULTILINE)
+MACHINES = {
+    "2 nodes x 1 RTX 5000 Ada, 10 Gbit/s": "--gpus 2 --per-node 1 --device rtx5000-ada --link 10",
+    "1 node x 8 A100": "--gpus 8 --device a100",
+    "2 nodes x 8 H100, 3,200 Gbit/s": "--gpus 16 --device h100 --link 3200",
+}
+GIB = 2**30
+
+
+def layouts_on(machine: str) -> list[dict[str, Any]]:
+    """What `layouts --json` says of the layouts whose time is known, the fastest first."""
+    output = io.StringIO()
+    words = ["layouts", *machine.split(), "--global-batch", "16", "--json"]
+    with without_settings(), contextlib.redirect_stdout(output):
+        t5bench(words)
+    (candidates,) = json.loads(output.getvalue()).values()
+    return [candidate for candidate in candidates if candidate["seconds"]]
+
+
+def named(candidate: Mapping[str, Any]) -> str:
+    parallel = candidate["parallel"]
+    sizes = [f"{name}={parallel[key]}" for name, key in (("TP", "tensor"), ("PP", "pipeline")) if parallel[key] > 1]
+    return f"{candidate['kind']} ({', '.join(sizes)})" if sizes else candidate["kind"]
+
+
+def timed(candidate: Mapping[str, Any]) -> str:
+    low, high = candidate["seconds_interval"]
+    mark = "" if candidate["told_from_the_fastest"] else "\\*"
+    return f"{candidate['seconds']:.2f} s [{low:.2f}, {high:.2f}]{mark}"
+
+
+def column_of(machine: str) -> dict[str, str]:
+    """The column of the README's table for a machine, by the name of its row."""
+    every = layouts_on(machine)
+    of_megatron = [candidate for candidate in every if candidate["engine"] == "megatron"]
+    of_native = [candidate for candidate in every if candidate["engine"] == "native"]
+    least = min(of_megatron, key=lambda candidate: candidate["memory"])
+    cells = {"fastest": f"{named(of_megatron[0])}, {timed(of_megatron[0])}"}
+    for kind in ("DDP", "ZeRO-3"):
+        cells[kind] = timed(next(candidate for candidate in of_megatron if candidate["kind"] == kind))
+    cells["least memory"] = f"{least['kind']}, {least['memory'] / GIB:.1f} GiB"
+    cells["fastest, native"] = f"{named(of_native[0])}, {timed(of_native[0])}"
+    cells["FSDP2, native"] = timed(next(candidate for candidate in of_native if candidate["kind"] == "FSDP2"))
+    return cells
+
+
+def with_table(page: str) -> str:
+    """The README with the table of what `layouts` names today."""
+    columns = [column_of(machine) for machine in MACHINES.values()]
+    lines = [f"| Predicted | {' | '.join(MACHINES)} |", "|---" * (1 + len(MACHINES)) + "|"]
+    lines += [f"| {name} | {' | '.join(column[name] for column in columns)} |" for name in columns[0]]
+    table = "".join(f"{line}\n" for line in lines)
+    return TABLE.sub(lambda block: block["begin"] + table + block["end"], page)
+
+
 def write_all(folder: Path) -> None:
     cells = json.loads(DATA.read_text())["cells"]
     with without_settings():
@@ -80,4 +139,5 @@ if __name__ == "__main__":
     else:
         write_all(FOLDER)
         COURSE.write_text(with_answers(COURSE.read_text()))
+        README.write_text(with_table(README.read_text()))
         verdicts.write(json.loads(DATA.read_text())["cells"])

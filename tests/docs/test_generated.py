@@ -36,3 +36,10 @@ def test_writing_all_pages_again_changes_nothing(tmp_path: Path):
         if (tmp_path / name).read_bytes() != (make_generated.FOLDER / name).read_bytes():
             changed.append(name)
     assert changed == [], "write them again: python -m docs.make_generated"
+
+
+def test_the_readmes_table_is_what_layouts_says():
+    """After a change of what it says: python -m docs.make_generated"""
+    page = make_generated.README.read_text()
+    assert len(make_generated.TABLE.findall(page)) == 1
+    assert make_generated.with_table(page) == page
