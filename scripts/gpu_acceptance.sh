@@ -42,7 +42,7 @@ unpack() {
 require_python
 [[ -z ${BUNDLE:-} ]] || unpack "$(realpath -m -- "${WORK_DIR:-$REPO_ROOT/outputs/acceptance}")"
 # Importing torch takes seconds.
-"$PYTHON" -c 'import importlib.util as u, msgspec, numpy, psutil, tabulate; u.find_spec("torch") or exit("no torch")' || die "$PYTHON lacks a package (named above)" \
+"$PYTHON" -c 'import importlib.util as u, msgspec, numpy, psutil; u.find_spec("torch") or exit("no torch")' || die "$PYTHON lacks a package (named above)" \
   "With internet: README, steps 3 and 5; without: BUNDLE, made by --pack elsewhere"
 begin '--rehearse --pack NAME' "$@"
 [[ -z $BUNDLE || -d $MEGATRON_DIR ]] || MEGATRON_DIR=$BUNDLE_DIRECTORY/Megatron-DeepSpeed

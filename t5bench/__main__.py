@@ -46,7 +46,7 @@ GROUPS = {
             "t5bench_prove.prove",
             "prove, without training, that every gradient is summed over the right ranks once",
         ),
-        "search": ("t5bench.choose.search_command", "measure the most promising layouts until the fastest is known"),
+        "search": ("t5bench.choose.search.command", "measure the most promising layouts until the fastest is known"),
         "ranks": ("t5bench.choose.ranks", "show which rank is where, and every process group"),
         "cluster": ("t5bench.tools.nodes.check", "check whether the nodes can run together"),
         "prepare-data": ("t5bench.corpus.prepare", "prepare the corpus (scripts/prepare_xsum_megatron.sh calls this)"),

@@ -6,8 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from tabulate import tabulate
-
 from t5bench import Problem, note
 from t5bench.arguments import at_least
 from t5bench.choose.asked import (
@@ -26,6 +24,7 @@ from t5bench.costmodel.machine import DEVICES, GIB
 from t5bench.costmodel.prediction import with_link
 from t5bench.costmodel.presets import NOTES
 from t5bench.packages import imported
+from t5bench.printed_table import table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -109,7 +108,7 @@ def rank(args: argparse.Namespace) -> int:
         for size, candidates in ranked.items():
             show(size, candidates, args)
         if len(ranked) > 1:
-            print(tabulate(against_the_smallest(ranked), headers="keys", floatfmt=".4g"))
+            print(table(against_the_smallest(ranked)))
     if args.picture:
         draw(ranked, args.picture, device.memory)
     return 0
@@ -140,7 +139,7 @@ def show(gpus: int, candidates: Sequence[Candidate], args: argparse.Namespace) -
         }
         for candidate in shown_first(candidates, args.top)
     ]
-    print(tabulate(rows, headers="keys", floatfmt=".4g"))
+    print(table(rows))
     print(f"\n{not_told_apart(candidates)}")
     print("\nPareto front of memory and time:")
     frontier = [
@@ -153,7 +152,7 @@ def show(gpus: int, candidates: Sequence[Candidate], args: argparse.Namespace) -
         }
         for candidate in front
     ]
-    print(tabulate(frontier, headers="keys", floatfmt=".4g"))
+    print(table(frontier))
     print("\nWhy not the others (the best of each):")
     for kind, reason in losers(candidates):
         print(f"  {kind:<24}  {reason}")

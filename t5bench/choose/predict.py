@@ -8,8 +8,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import geometric_mean
 
-from tabulate import tabulate
-
 from t5bench import Problem, note
 from t5bench.arguments import at_least
 from t5bench.choose.asked import (
@@ -35,6 +33,7 @@ from t5bench.costmodel.time import CPU
 from t5bench.packages import imported
 from t5bench.plan.launchers import all_declarations, declarations, with_slurm_hosts
 from t5bench.plan.planner import plan
+from t5bench.printed_table import table
 from t5bench.record.plan import Plan, Strategy
 from t5bench.record.records import load
 
@@ -163,7 +162,7 @@ def show_schedule(prediction: Prediction) -> None:
     )
     drawing = schedule.draw(slots)
     print(f"\n{prediction.name}\n{drawing}\n")
-    print(tabulate(schedules_beside(prediction), headers="keys", floatfmt=".4g"))
+    print(table(schedules_beside(prediction)))
 
 
 def schedules_beside(prediction: Prediction) -> list[dict[str, str | float]]:
@@ -359,10 +358,9 @@ def measured_time(args: argparse.Namespace, path: Path) -> MeasuredTime:
 def show(entries: Sequence[Entry], refused: Mapping[str, str], elsewhere: Sequence[str]) -> None:
     """Prints the tables. refused: why not, by strategy. elsewhere: sentences on what another engine has."""
     memory = [_memory(entry.prediction) for entry in entries]
-    print(tabulate(memory, headers="keys", floatfmt=".2f"), end="\n\n")
+    print(table(memory, ".2f"), end="\n\n")
     costs = [_cost(entry) for entry in entries]
-    formats = [".4g", ".4g", ",.1f", *[".4g"] * len(costs[0])]  # MB, the third column, has more digits than the others
-    print(tabulate(costs, headers="keys", floatfmt=formats), end="\n\n")
+    print(table(costs, {"MB": ",.1f"}), end="\n\n")
     for name, reason in refused.items():
         print(f"{name} cannot run: {reason}")
     for sentence in elsewhere:

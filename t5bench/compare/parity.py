@@ -13,7 +13,6 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 import msgspec
-from tabulate import tabulate
 
 from t5bench import Problem
 from t5bench.compare import sensitivity, traces
@@ -22,6 +21,7 @@ from t5bench.compare.likely import differing as differing_curves
 from t5bench.compare.likely import likely, relative_difference
 from t5bench.compare.sensitivity import MARGIN, Sensitivity, Tolerance
 from t5bench.given_files import read_json
+from t5bench.printed_table import text_table
 from t5bench.record.files import RecordError
 from t5bench.record.plan import by_name
 from t5bench.record.records import load
@@ -456,7 +456,7 @@ def report(verdicts: Sequence[Verdict], blind: Sequence[str]) -> str:
                 notes.append(f"{entry} ran {alone if run.world_size == 1 else f'with one replica, {single}'}")
         rows.append([entry.name, *of_run, entry.loss or "-", entry.norm or "-", "PASS" if entry.passed else "FAIL"])
     alignment = ("left", "left", "center", "right", "left", "left", "left")
-    lines = [tabulate(rows, header, colalign=alignment, disable_numparse=True), ""]
+    lines = [text_table(rows, header, alignment), ""]
     lines += [f"FAIL {entry}: {'; '.join(entry.reasons)}" for entry in verdicts if not entry.passed]
     lines += [f"A mistake could hide: {spot}" for spot in blind]
     lines += [f"note: {text}" for text in notes]

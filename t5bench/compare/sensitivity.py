@@ -5,10 +5,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from tabulate import tabulate
-
 from t5bench import Problem
 from t5bench.given_files import read_text
+from t5bench.printed_table import text_table
 
 MARGIN = 10  # a mistake can hide in a number whose change moves neither curve by so many times the tolerance
 
@@ -69,7 +68,7 @@ def table(measured: Sequence[Sensitivity], tolerance: Tolerance) -> str:
         seen = "NO" if one.number in hidden else "yes"
         moves = (f"{one.loss:.1e}", f"{one.norm:.1e}")
         rows.append([one.number, one.change, *moves, f"{one.times(tolerance):.0f}", seen])
-    shown = tabulate(rows, header, colalign=("left", "left", *["right"] * 3, "left"), disable_numparse=True)
+    shown = text_table(rows, header, ("left", "left", *["right"] * 3, "left"))
     bound = f"The bound is {tolerance}, relative; a change is seen if it moves either by at least {MARGIN} times that."
     said = f"FAIL: not seen: {', '.join(hidden)}" if hidden else "PASS: every number of the recipe is seen"
     return f"{shown}\n\n{bound}\n{said}"

@@ -10,14 +10,13 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import astuple, dataclass, is_dataclass, replace
 from typing import Any, NamedTuple
 
-from tabulate import tabulate
-
 from t5bench.compare.comparable import gpu_names
 from t5bench.compare.comparison import Comparison
 from t5bench.compare.interval import CONFIDENCE
 from t5bench.compare.rows import MARK_OF_ALONE, Row, bytes_text
 from t5bench.compare.statistics import Estimate, Timing
 from t5bench.costmodel.parameters import parameters
+from t5bench.printed_table import text_table
 from t5bench.profile.parts import BUBBLE, Profile, read_profile, shares
 from t5bench.record.files import PROFILE, RecordError
 from t5bench.record.run import Run
@@ -561,7 +560,7 @@ def _table(shown: Sequence[Column], rows: Sequence[Row], form: str, write: Calla
     # In a terminal one word a line, so that the figures decide how wide a column is.
     titles = [write(column.title) if form == "pipe" else column.title.replace(" ", "\n") for column in shown]
     alignment = [column.alignment for column in shown]
-    return tabulate(cells, titles, tablefmt=form, colalign=alignment, disable_numparse=True)
+    return text_table(cells, titles, alignment, is_markdown=form == "pipe")
 
 
 def _fitting(shown: Sequence[Column], comparison: Comparison, width: int) -> list[Column]:

@@ -13,10 +13,9 @@ from support import REPO_ROOT
 from warm_python import warm_python
 
 from t5bench import Problem
-from t5bench.choose import search_command as command
-from t5bench.choose import search_parity as parity
-from t5bench.choose.search import Option, Search, SearchRun, Standing
-from t5bench.choose.search_runs import SearchState
+from t5bench.choose.search import command, parity
+from t5bench.choose.search.next_run import Option, Search, SearchRun, Standing
+from t5bench.choose.search.runs import SearchState
 from t5bench.sweep.launch import BASELINE
 from t5bench_evidence import grid
 

@@ -16,10 +16,10 @@ from pathlib import Path
 
 sys.path.extend(str(Path(__file__).resolve().parents[level]) for level in (1, 2))
 from real_runs import GATE, train
-from tabulate import tabulate
 
 from t5bench.compare.parity import TOLERANCE, difference
 from t5bench.compare.parity import curve as curve_of
+from t5bench.printed_table import text_table
 from t5bench.sweep.parity_check import ARGUMENTS
 
 ZERO = ("zero1", "zero2", "zero3", "zero3_offload")
@@ -69,7 +69,13 @@ def main(data: str, precision: str = "fp32", runs: str = "100") -> int:
         for (strategy, tp, pp), (sizes, *found) in largest.items()
     ]
     header = ["strategy", "precision", "TP", "PP", "processes", "runs", "loss", "gradient norm"]
-    print(tabulate(rows, header, tablefmt="github", floatfmt=".1e"))
+    print(
+        text_table(
+            [[f"{cell:.1e}" if isinstance(cell, float) else cell for cell in row] for row in rows],
+            header,
+            is_markdown=True,
+        )
+    )
     print(f"{runs} runs, {alarms} beyond {allowed}")
     return int(alarms > 0)
 

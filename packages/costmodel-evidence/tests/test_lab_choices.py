@@ -14,10 +14,10 @@ from statistics import mean
 import msgspec
 import pytest
 
-from t5bench.choose import search_command as command
 from t5bench.choose.calibration import Calibrated, MeasuredTime, calibrate
-from t5bench.choose.search import Option
-from t5bench.choose.search_runs import name_of
+from t5bench.choose.search import command
+from t5bench.choose.search.next_run import Option
+from t5bench.choose.search.runs import name_of
 from t5bench.choose.space import Candidate, EngineJob, Space
 from t5bench.costmodel import time
 from t5bench.costmodel.intervals import Shift

@@ -6,7 +6,16 @@ from statistics import mean
 
 import pytest
 
-from t5bench.choose.search import LEAST_RUNS, Expected, Option, Search, SearchRun, are_equal, possible_regret, steps
+from t5bench.choose.search.next_run import (
+    LEAST_RUNS,
+    Expected,
+    Option,
+    Search,
+    SearchRun,
+    are_equal,
+    possible_regret,
+    steps,
+)
 from t5bench_evidence import grid, replay
 from t5bench_evidence.replay import Replayed
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import msgspec
 from msgspec import Struct
-from tabulate import tabulate
 
 from t5bench import Problem
+from t5bench.printed_table import text_table
 
 PASSED = "passed"
 FAILED = "failed"
@@ -114,7 +114,14 @@ def encoded(results: Results) -> bytes:
 
 
 def table(header: Sequence[str], rows: Iterable[Iterable[Any]]) -> str:
-    return tabulate(list(rows), header, tablefmt="github", floatfmt=".4g", missingval="-")
+    cells = [[_cell(value) for value in row] for row in rows]
+    return text_table(cells, header, is_markdown=True)
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def summary(results: Results) -> str:

@@ -23,12 +23,12 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import msgspec
-from tabulate import tabulate
 
 from t5bench import Problem
 from t5bench.plan.launchers import ALONE, accepted, declarations
 from t5bench.plan.planner import plan
 from t5bench.plan.topology import REACHED_BY, double, is_this_host
+from t5bench.printed_table import text_table
 from t5bench.record.host_cost import HostCost
 from t5bench.record.hosts import is_loopback, is_nobody, without_dot
 from t5bench.record.network import Figures, Network
@@ -282,7 +282,7 @@ def render(rows: Mapping[str, Row], colour: bool) -> str:
 
     hosts = [host if host.replace(".", "").isdigit() else host.split(".")[0] for host in rows["reachable"]]
     body = [[name, *map(text, row.values())] for name, row in rows.items()]
-    lines = [tabulate(body, ["check", *hosts], disable_numparse=True)]
+    lines = [text_table(body, ["check", *hosts])]
     explained: dict[tuple[str, str, str], list[str]] = {}
     for name, row in rows.items():
         for host, finding in row.items():

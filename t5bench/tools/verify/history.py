@@ -11,10 +11,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tabulate import tabulate
-
 from t5bench import Problem, note
 from t5bench.arguments import at_least
+from t5bench.printed_table import table
 from t5bench.report.tables import mark, rounded
 from t5bench.text import visible
 from t5bench.tools.verify.trends import (
@@ -39,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _table(rows: Sequence[Mapping[str, str]]) -> str:
-    return tabulate(rows, headers="keys", disable_numparse=True)
+    return table(rows)
 
 
 def text_of(points: Sequence[PackageRow], price: float | None) -> str:

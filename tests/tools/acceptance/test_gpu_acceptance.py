@@ -161,8 +161,8 @@ def test_a_bundle_is_unpacked_once_and_for_its_python_only(tmp_path: Path):
     """Its packages come first, and its engine is used where there is none."""
     content, packed, work = tmp_path / "content", tmp_path / "bundle.tar.xz", tmp_path / "work"
     (content / "site-packages").mkdir(parents=True)
-    (content / "site-packages" / "tabulate.py").write_text("raise ImportError('tabulate of the bundle')\n")
-    for version, message in ((f"3.{sys.version_info[1]}", "tabulate of the bundle"), ("3.99", "is for Python 3.99")):
+    (content / "site-packages" / "msgspec.py").write_text("raise ImportError('msgspec of the bundle')\n")
+    for version, message in ((f"3.{sys.version_info[1]}", "msgspec of the bundle"), ("3.99", "is for Python 3.99")):
         (content / "python").write_text(f"{version}\n")
         with tarfile.open(packed, "w:xz") as archive:
             archive.add(content, arcname=".")
@@ -195,6 +195,6 @@ def test_the_engine_is_packed_whole_and_its_helper_compiled_without_make(megatro
 def test_every_package_that_the_engines_need_is_carried():
     """Of requirements.txt a machine with torch's usual companions gets the rest from the bundle."""
     image = {"numpy", "transformers", "tokenizers", "tensorboard", "setuptools", "sentencepiece", "pybind11", "ninja",
-             "einops", "regex", "six", "packaging", "tqdm", "tabulate", "jinja2", "matplotlib"}  # fmt: skip
+             "einops", "regex", "six", "packaging", "tqdm", "jinja2", "matplotlib"}  # fmt: skip
     not_used_here = {"pyarrow", "wandb"}
     assert bundle.requirements().keys() <= {*image, *bundle.CARRIED, *not_used_here}

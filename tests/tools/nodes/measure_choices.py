@@ -23,9 +23,9 @@ sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "tests"), str(Path(__file__).p
 import msgspec  # noqa: E402
 from cluster_lab import SYSTEM_PATH, Cluster  # noqa: E402
 
-from t5bench.choose import search_command as command  # noqa: E402
 from t5bench.choose.asked import asked_model  # noqa: E402
-from t5bench.choose.search_runs import STATE, Runner, name_of, remembered  # noqa: E402
+from t5bench.choose.search import command  # noqa: E402
+from t5bench.choose.search.runs import STATE, Runner, name_of, remembered  # noqa: E402
 from t5bench.record.settings import LAYOUT_SETTINGS  # noqa: E402
 
 TABLE = REPOSITORY / "packages" / "costmodel-evidence" / "tests" / "lab_choices.json"

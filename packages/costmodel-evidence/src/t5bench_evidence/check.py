@@ -14,12 +14,11 @@ from math import prod
 from statistics import mean, median
 from typing import Any
 
-from tabulate import tabulate
-
 from t5bench.costmodel import time
 from t5bench.costmodel.machine import GB, GIB, MIB
 from t5bench.costmodel.memory import Memory, layer_bytes, memory_of, model_states
 from t5bench.costmodel.parameters import layer_shapes
+from t5bench.printed_table import text_table
 from t5bench_evidence.jobs import job_of, machine_of, same_source_and_model
 from t5bench_evidence.points import Point, read
 from t5bench_evidence.words import Unpredictable, device_of, optimizer_states, require, software
@@ -262,7 +261,7 @@ def run(args: argparse.Namespace) -> int:
     for use, rows in groupby(compared, lambda row: row.use):
         show(use, list(rows))
     print(f"\n{len(missing)} figures cannot be predicted")
-    print(tabulate(map(astuple, missing), tablefmt="plain"))
+    print(text_table([astuple(entry) for entry in missing]))
     for sentence in invalid + unknown:
         print(f"note: {sentence}")
     return int(bool(invalid))
@@ -277,4 +276,4 @@ def show(use: str, rows: Sequence[PredictedFigure]) -> None:
         (row.point, row.what, f"{row.measured:.4g}", f"{row.predicted:.4g} {row.unit}", f"{row.error:+.1%}")
         for row in rows
     ]
-    print(tabulate(cells, headers=("point", "", "measured", "predicted", "error"), disable_numparse=True))
+    print(text_table(cells, ("point", "", "measured", "predicted", "error")))

@@ -17,13 +17,12 @@ from math import exp, log
 from pathlib import Path
 from statistics import mean
 
-from tabulate import tabulate
-
 from t5bench.choose.calibration import Calibrated, MeasuredTime, calibrate
 from t5bench.costmodel import intervals
 from t5bench.costmodel.intervals import Shift
 from t5bench.costmodel.job import Architecture, Job, Parallel, padded
 from t5bench.costmodel.machine import DEVICES, Link, Machine
+from t5bench.printed_table import table
 
 FILE = Path(__file__).with_name("a100_grid.csv")
 VOCABULARY = 50257
@@ -245,12 +244,12 @@ def run(path: Path, as_json: bool) -> int:
                 "of these wrong": f"{each.sure_and_wrong:.1%}",
             }
         )
-    print(tabulate(rows, headers="keys", disable_numparse=True))
+    print(table(rows))
     held = [
         {"90 % interval holds": name} | {key: f"{share:.0%}" for key, share in each.coverage.items()}
         for name, each in found.items()
     ]
-    print("\n" + tabulate(held, headers="keys", disable_numparse=True))
+    print("\n" + table(held))
     typical = exp(own_error(predict(cells))) - 1
     print(f"\n{len(cells)} times; a layout's own error, standard deviation: {typical:.1%} (intervals.LAYOUT)")
     return 0

@@ -13,9 +13,8 @@ from math import exp, log
 from pathlib import Path
 from statistics import mean
 
-from tabulate import tabulate
-
 from t5bench.costmodel.intervals import LEVEL
+from t5bench.printed_table import table
 from t5bench_evidence.check import PredictedFigure, compare_all
 from t5bench_evidence.points import read
 
@@ -113,7 +112,7 @@ def run(as_json: bool) -> int:
         }
         for each in kinds
     ]
-    print(tabulate(cells, headers="keys", disable_numparse=True))
+    print(table(cells))
     for each in kinds:
         print(f"\n{each.kind}, set by: {', '.join(sorted(each.setting))}")
         print(f"{each.kind}, judged by: {', '.join(sorted(each.judging))}")

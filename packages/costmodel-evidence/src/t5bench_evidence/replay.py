@@ -1,14 +1,14 @@
 """Searches among published times: how many runs does a search need until it names a layout near the fastest?
 
 Each choice of a100_grid.csv is searched, with measurements that come from the table. The decisions are those of
-costmodel/search.py, as in a live search.
+choose/search/next_run.py, as in a live search.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean
 
-from t5bench.choose.search import Option, Search, SearchRun, Standing, steps
+from t5bench.choose.search.next_run import Option, Search, SearchRun, Standing, steps
 from t5bench_evidence.grid import GridPoint
 
 NEAR = 0.03

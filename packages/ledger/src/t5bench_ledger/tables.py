@@ -9,9 +9,9 @@ from typing import Any, get_args
 
 import msgspec
 from packaging.version import Version
-from tabulate import tabulate
 
 from t5bench.compare.parity import TOLERANCE
+from t5bench.printed_table import text_table
 from t5bench.record.ledger import releases_in, size_in_words, spans_of
 from t5bench_ledger.changes import CHANGES, Change
 from t5bench_ledger.judge import DOES_NOT_RUN, HANGS, RIGHT, WRONG
@@ -595,4 +595,4 @@ def summary(cells: Sequence[Cell]) -> str:
         verdicts = [verdict for *key, verdict in named if key == [torch, release]]
         others = [f"{verdicts.count(name)} {name}" for name in (WRONG, DOES_NOT_RUN, HANGS) if name in verdicts]
         rows.append([torch, release, f"{verdicts.count(RIGHT)} of {len(verdicts)}", ", ".join(others) or "-"])
-    return tabulate(rows, ["torch", "release", "right", "others"], disable_numparse=True)
+    return text_table(rows, ["torch", "release", "right", "others"])

@@ -7,10 +7,9 @@ from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
 
-from tabulate import tabulate
-
 from t5bench import Problem
 from t5bench.costmodel.job import Job
+from t5bench.printed_table import text_table
 
 MOST_MEMORY_ERROR = 0.02
 
@@ -122,7 +121,7 @@ def show(comparisons: Sequence[ExecutedRank], refused: dict[str, str]) -> None:
         for one in comparisons
     ]
     headers = ("executed", "rank", "collectives", "MB", "the model's list", "peak GB", "predicted", "off", "seconds")
-    print(tabulate(cells, headers, disable_numparse=True))
+    print(text_table(cells, headers))
     for one in comparisons:
         for difference in one.differences:
             print(f"{one.strategy}, rank {one.rank}: {difference}")

@@ -9,8 +9,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from tabulate import tabulate
-
 from t5bench import Problem
 from t5bench.arguments import at_least
 from t5bench.choose.predict import planned
@@ -20,6 +18,7 @@ from t5bench.costmodel.job import Architecture, Job
 from t5bench.imports import import_deepspeed
 from t5bench.plan.launchers import all_declarations
 from t5bench.plan.planner import plan
+from t5bench.printed_table import text_table
 from t5bench.record.plan import Plan
 
 RANKS = (2, 8, 1024)
@@ -214,11 +213,7 @@ def show(proofs: Sequence[Proof], refused: Mapping[str, str], *, with_parameters
         parameters = max(len({one["name"] for one in proof.parameters}) for proof in own)
         verdict = "proved" if all(proof.is_proved for proof in own) else "NOT PROVED"
         cells.append((title, own[-1].layout, counts, parameters, verdict))
-    print(
-        tabulate(
-            cells, ("strategy", "TP/PP/DP", "ranks", "parameters", "every gradient summed once"), disable_numparse=True
-        )
-    )
+    print(text_table(cells, ("strategy", "TP/PP/DP", "ranks", "parameters", "every gradient summed once")))
     for proof in proofs:
         for finding in proof.findings:
             line = f"NOT PROVED: {proof.title}, {proof.layout}, {finding}"
@@ -231,4 +226,4 @@ def show(proofs: Sequence[Proof], refused: Mapping[str, str], *, with_parameters
             rows = [
                 (one["rank"], one["name"], ", ".join(one["copies"]), "; ".join(one["by"])) for one in proof.parameters
             ]
-            print(tabulate(rows, ("rank", "parameter", "copies along", "gradient summed by"), disable_numparse=True))
+            print(text_table(rows, ("rank", "parameter", "copies along", "gradient summed by")))

@@ -9,7 +9,7 @@ from math import log, sqrt
 from pathlib import Path
 
 from t5bench import Problem, note
-from t5bench.choose.search import SearchRun
+from t5bench.choose.search.next_run import SearchRun
 from t5bench.choose.space import Candidate
 from t5bench.compare.interval import MOST_INDEPENDENT
 from t5bench.compare.statistics import timing

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from t5bench import Problem
-from t5bench.choose.search_runs import Runner
+from t5bench.choose.search.runs import Runner
 from t5bench.choose.space import Candidate
 from t5bench.compare.parity import EXIT_DIFFERENT, EXIT_NOT_SHOWN
 from t5bench.plan.families import FAMILIES

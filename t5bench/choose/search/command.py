@@ -1,6 +1,6 @@
 """``python -m t5bench search``: measures short runs of the most promising layouts until the fastest is known.
 
-scripts/search.sh calls it. The decisions are in costmodel/search.py.
+scripts/search.sh calls it. The decisions are in next_run.py.
 """
 
 import argparse
@@ -11,11 +11,11 @@ from pathlib import Path
 
 from t5bench import Problem, note, raise_on_signals
 from t5bench.arguments import at_least
-from t5bench.choose import search_parity as parity
 from t5bench.choose.asked import asked_model, asked_size, default_batch, device_for, host_of, link_of
-from t5bench.choose.search import Expected, Option, Search, SearchRun, Standing, steps
-from t5bench.choose.search_picture import draw
-from t5bench.choose.search_runs import Moment, Runner, SearchState, name_of, remembered
+from t5bench.choose.search import parity
+from t5bench.choose.search.next_run import Expected, Option, Search, SearchRun, Standing, steps
+from t5bench.choose.search.picture import draw
+from t5bench.choose.search.runs import Moment, Runner, SearchState, name_of, remembered
 from t5bench.choose.space import MOST_AS_FAST, Candidate, Space
 from t5bench.costmodel.prediction import with_link
 from t5bench.plan import run_lock

@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from t5bench.choose.search import TOO_CLOSE
-from t5bench.choose.search_runs import Moment
+from t5bench.choose.search.next_run import TOO_CLOSE
+from t5bench.choose.search.runs import Moment
 
 LARGEST = 100.0
 """Per cent; it does not matter how much larger a possible regret is."""
