@@ -69,13 +69,8 @@ def main(data: str, precision: str = "fp32", runs: str = "100") -> int:
         for (strategy, tp, pp), (sizes, *found) in largest.items()
     ]
     header = ["strategy", "precision", "TP", "PP", "processes", "runs", "loss", "gradient norm"]
-    print(
-        text_table(
-            [[f"{cell:.1e}" if isinstance(cell, float) else cell for cell in row] for row in rows],
-            header,
-            is_markdown=True,
-        )
-    )
+    cells = [[f"{cell:.1e}" if isinstance(cell, float) else cell for cell in row] for row in rows]
+    print(text_table(cells, header, is_markdown=True))
     print(f"{runs} runs, {alarms} beyond {allowed}")
     return int(alarms > 0)
 
