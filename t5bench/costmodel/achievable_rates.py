@@ -1,7 +1,7 @@
 """What software attains of a GPU's data sheet in matrix products, as others measured it on kernels alone: with sources.
 
 No published training (docs/*_measurements.json) sets a figure here, so all of them judge these
-(docs/prediction_evidence.md).
+(packages/costmodel-evidence/EVIDENCE.md).
 """
 
 from dataclasses import dataclass

@@ -4,7 +4,7 @@ Memory has one factor. A time's doubt depends on what limits it: layouts share t
 what is not known of these moves their times together, each by as much as it matters to the layout; and each layout has
 an error of its own. ``python -m t5bench predict --intervals`` computes the factors from published measurements and says
 how many others they hold; ``--choice`` does it for the choice among layouts. Tests compare
-(docs/prediction_evidence.md).
+(packages/costmodel-evidence/EVIDENCE.md).
 """
 
 from collections.abc import Sequence
@@ -43,7 +43,7 @@ LINK = 0.30
 MEASURED_LINK = 0.10
 LATENCY = 0.50
 """Of a message's latency between processes that compute on CPUs and so wait for each other: twelve measurements on one
-machine found 0.24 to 1.2 ms (docs/prediction_evidence.md and packages/costmodel-evidence/tests/lab_choices.json)."""
+machine found 0.24 to 1.2 ms (EVIDENCE.md and tests/lab_choices.json in packages/costmodel-evidence)."""
 CPU_SPEED = 1.5
 """Of a CPU: nothing is known of its speed before a run calibrates it."""
 CPU_HOST = 0.30

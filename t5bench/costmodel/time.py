@@ -25,7 +25,7 @@ NETWORK = {"nccl": 0.92, "gloo": 0.97}
 # FlashAttention-2 reaches less of Hopper's peak (FlashAttention-3, https://arxiv.org/abs/2407.08608, abstract).
 FLASH_ON_HOPPER = 0.35
 # gloo's all-gather between two ranks takes this much longer than its bytes, between three or four no longer: measured
-# in tests/tools/nodes's lab from 0.25 to 15 MB at three rates (docs/prediction_evidence.md).
+# in tests/tools/nodes's lab from 0.25 to 15 MB at three rates (packages/costmodel-evidence/EVIDENCE.md).
 GLOO_PAIR_GATHER = 1.5
 NORM_OPERATORS = 3  # a further norm's forward and backward, and its gradient's accumulation
 # For the gradient of one linear layer's weight where a zero-bubble schedule computes it later, counted likewise.

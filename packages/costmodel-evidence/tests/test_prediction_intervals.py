@@ -45,7 +45,7 @@ def test_what_sets_the_model_neither_sets_nor_judges_an_interval(published: dict
 
 
 def test_the_factors_are_those_of_todays_model(published: dict[str, JudgedInterval]):
-    """Otherwise: python -m t5bench predict --intervals, then costmodel/intervals.py and docs/prediction_evidence.md."""
+    """Otherwise: python -m t5bench predict --intervals, then costmodel/intervals.py and EVIDENCE.md."""
     factors = {"time": intervals.TIME, "ratio": intervals.RATIO, "memory": intervals.MEMORY}
     assert {kind: each.factor for kind, each in published.items()} == pytest.approx(factors, rel=0.01)
 

@@ -38,7 +38,7 @@ def megatron_core(**fields: Any) -> points.Point:
 
 
 # How many figures, and mean and largest absolute error, where 0.01 is 1 %: every term of the model that any point needs
-# is in one of them. Look at what a change does to them; docs/prediction_evidence.md has the same figures.
+# is in one of them. Look at what a change does to them; packages/costmodel-evidence/EVIDENCE.md has the same figures.
 ERRORS = [
     (FILE, "memory", 18, 0.002091, 0.0050), (MORE, "memory", 155, 0.009070, 0.3488),
     (FILE, "peak", 24, 0.010510, 0.0461), (MORE, "peak", 162, 0.013058, 0.3604),

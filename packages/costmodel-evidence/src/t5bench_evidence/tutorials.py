@@ -42,7 +42,7 @@ Two well-known tutorials state what large models need and how fast they train: D
 [Megatron-LM](https://github.com/NVIDIA/Megatron-LM), on GPT-3. This page shows the cost model's predictions for the
 same jobs. Nothing here was measured by us, and nothing was fitted to it. `python -m t5bench predict --published`
 prints the page, and a test compares it.
-[prediction_evidence.md](../prediction_evidence.md) has 526 published measurements with exact layouts.
+[EVIDENCE.md](../../packages/costmodel-evidence/EVIDENCE.md) has 526 published measurements with exact layouts.
 """
 
 SIZES_INTRODUCTION = """\
