@@ -8,6 +8,7 @@ those of the tokenizer and one `<|endoftext|>`.
 
 import argparse
 import fcntl
+import json
 import os
 import shutil
 import signal
@@ -22,6 +23,7 @@ from typing import Any
 
 from t5bench import SIGNALS, Interrupted, Problem, note, raise_on_signals
 from t5bench.corpus.checksum import tokenizer_checksum
+from t5bench.corpus.columns import first_words
 from t5bench.corpus.convert import convert_source
 from t5bench.corpus.index import command_for, file_facts, read_record, write_record
 from t5bench.corpus.source import Source, make_source, recorded_name
@@ -73,7 +75,7 @@ class Preparation:
         return cls(
             directory=Path(settings["MEGATRON_DATA_DIR"]),
             family=settings.get("MODEL_FAMILY", "t5"),
-            source=make_source(settings.get("XSUM_SOURCE", ""), split, limit),
+            source=make_source(settings.get("XSUM_SOURCE", ""), split, limit, settings.get("TEXT_COLUMN", "")),
             tokenizer=tokenizer,
             workers=_count(settings, "WORKERS") or len(os.sched_getaffinity(0)),
             force=settings.get("FORCE") == "1",
@@ -122,7 +124,7 @@ def _tokenise(asked: Preparation, staged: Path) -> Record:
     rows = asked.source
     if not asked.force and is_current(asked.source, asked.directory):
         note(f"Using {TEXT}.jsonl, exported earlier from the same source (FORCE=1 exports again)")
-        rows = Source(asked.directory / f"{TEXT}.jsonl")
+        rows = Source(asked.directory / f"{TEXT}.jsonl", column="text")
     note(f"Tokenising: {asked.source.describe()}")
     record = _convert(asked, rows, staged, encoder, made_with)
     write_record(staged / TEXT, record)
@@ -165,6 +167,9 @@ def _tell(asked: Preparation, record: Record) -> None:
     documents = record["documents"]
     tokens = f", {record['tokens']:,} tokens" if asked.tokenizer else ""
     print(f"{asked.directory}: {documents:,} documents{tokens}")
+    with (asked.directory / f"{TEXT}.jsonl").open("rb") as lines:
+        first = json.loads(lines.readline())["text"]
+    print(f'The first document begins: "{first_words(first)}"')
     empty = record["skipped_empty"]
     if empty:
         print(f"{empty:,} empty document{'s were' if empty > 1 else ' was'} skipped.")

@@ -6,6 +6,7 @@ A file has one JSON object per line, one array of JSON objects, or is Parquet. I
 from __future__ import annotations
 
 import codecs
+import contextlib
 import glob
 import hashlib
 import io
@@ -19,12 +20,13 @@ from typing import Any, NamedTuple
 import msgspec
 
 from t5bench import REPOSITORY, Problem, note
+from t5bench.corpus.columns import DEFAULT_NAMES, SAMPLE_ROWS, check_names, likely_column, text_column
 from t5bench.corpus.tokenizer import hub, one_line
 
 XSUM = "EdinburghNLP/xsum"
 # The dataset's main branch holds a loading script; the hub also keeps the same rows as Parquet.
 PARQUET_REVISION = "refs/convert/parquet"
-COLUMNS = ("document", "summary", "id", "text")
+BESIDE_THE_TEXT = ("summary", "id")
 SAMPLE = REPOSITORY / "megatron_data" / "sample"
 BLOCK_BYTES = 1 << 20
 BLOCK_ROWS = 512
@@ -77,6 +79,8 @@ class Block(NamedTuple):
     """The part of the source up to the end of this block."""
     first_in_file: int = 0
     """The number of the first row in its file, from 1; 0 if that is `first`."""
+    column: str = ""
+    """The column with the text, as the first rows of the file have it; "" if they have none that is known."""
 
     def rows(self) -> Iterator[Row]:
         """Text, summary and id of each row, without blank lines."""
@@ -94,11 +98,11 @@ class Block(NamedTuple):
             if is_lines:
                 if not row.strip():
                     continue
-                row = _object(row, address)
+                row = _object(row, address, self.column)
             if isinstance(row, Unusable):
                 yield row
             else:
-                yield _article(row, self.first + index, address)
+                yield _article(row, self.first + index, address, self.column)
 
     def _content(self) -> Sequence[Any]:
         if isinstance(self.content, bytes):
@@ -108,10 +112,14 @@ class Block(NamedTuple):
         return self.content.to_pylist()
 
 
-def _object(line: bytes, address: str) -> dict[str, Any] | Unusable:
+def _object(line: bytes, address: str, column: str) -> dict[str, Any] | Unusable:
     """A line's object. pandas and Python also write NaN, Infinity and half of a surrogate pair, which are no JSON."""
     try:
+        if line.count(b'"%s"' % column.encode()) > 1:
+            json.loads(line, object_pairs_hook=_without_repetition)
         return msgspec.json.decode(line, type=dict)
+    except _Repetition as error:
+        return Unusable(f"{address} {error}", "Keep one of them, or give the other another name")
     except (ValueError, RecursionError) as error:
         reason = f"{address} is not a JSON object in UTF-8 ({one_line(error)})"
     try:
@@ -121,15 +129,34 @@ def _object(line: bytes, address: str) -> dict[str, Any] | Unusable:
     return row if isinstance(row, dict) else Unusable(reason, "Correct or remove that line")
 
 
-def _article(row: Any, number: int, address: str) -> Row:
+class _Repetition(ValueError):
+    """An object has the same name twice."""
+
+
+def _without_repetition(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """An object. Raises _Repetition: which of two values is meant, nobody can say."""
+    entries = dict(pairs)
+    if len(entries) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise _Repetition(f'has "{next(name for name in names if names.count(name) > 1)}" twice')
+    return entries
+
+
+def _article(row: Any, number: int, address: str, column: str) -> Row:
     """number: of the row in the whole source, which identifies a document without an id."""
     if not isinstance(row, dict):
         return Unusable(f"{address} is not a JSON object", "Correct or remove it")
-    key = "document" if "document" in row else "text"
-    if key not in row:
+    known = [column] if column else [name for name in DEFAULT_NAMES if name in row]
+    if len(known) != 1 or known[0] not in row:
         columns = ", ".join(row) or "nothing"
-        reason = f'{address} has neither "document" nor "text"; it has {columns}'
-        return Unusable(reason, "Rename the source's columns to document and summary, or to text")
+        wanted = f'no "{column}"' if column else 'neither "document" nor "text"'
+        if len(known) > 1:
+            wanted = 'both "document" and "text"'
+        remedy = "Rename the source's columns to document and summary, or to text"
+        if not column and (likely := likely_column(row)):
+            remedy = f"Name the column with the text: TEXT_COLUMN={likely}"
+        return Unusable(f"{address} has {wanted}; it has {columns}", remedy)
+    key = known[0]
     text = row[key]
     if isinstance(text, float) and math.isnan(text):  # pandas writes missing text as NaN
         text = None
@@ -168,6 +195,8 @@ class Source(NamedTuple):
     limit: int | None = None
     files: tuple[Path, ...] = ()
     """The files of a directory or a pattern, in order."""
+    column: str = ""
+    """The column with the text, as the user named it."""
 
     @property
     def parts(self) -> tuple[Path, ...]:
@@ -184,6 +213,8 @@ class Source(NamedTuple):
             name = f"{len(self.files)} files {self.path.absolute()}"
         else:
             name = recorded_name(str(self.path), "file ")
+        if self.column:
+            name += f", column {self.column}"
         return name if self.limit is None else f"{name}, first {self.limit} documents"
 
     def state(self) -> str | None:
@@ -203,7 +234,7 @@ class Source(NamedTuple):
     def blocks(self) -> Iterator[Block]:
         """The source's blocks. Raises Problem for a damaged file, and for a hub that does not answer."""
         if self.path is None:
-            yield from _parquet_blocks(_from_hub(self.split), f"{XSUM} {self.split}")
+            yield from _parquet_blocks(_from_hub(self.split), f"{XSUM} {self.split}", self.column)
             return
         sizes = [path.stat().st_size for path in self.parts]
         all_bytes = max(1, sum(sizes))
@@ -211,7 +242,10 @@ class Source(NamedTuple):
         rows_before = 0
         for path, size in zip(self.parts, sizes, strict=True):
             is_parquet = PARQUET.search(path.name)
-            blocks = _parquet_blocks([path], str(path)) if is_parquet else _json_blocks(path)
+            if is_parquet:
+                blocks = _parquet_blocks([path], str(path), self.column)
+            else:
+                blocks = _json_blocks(path, self.column)
             rows_in_file = 0
             for block in blocks:
                 yield Block(
@@ -220,6 +254,7 @@ class Source(NamedTuple):
                     first=rows_before + block.first,
                     done=(bytes_before + block.done * size) / all_bytes,
                     first_in_file=block.first,
+                    column=block.column,
                 )
                 rows_in_file = block.first - 1 + _length(block)
             bytes_before += size
@@ -234,22 +269,22 @@ def _length(block: Block) -> int:
     return len(block.content)
 
 
-def make_source(path: str, split: str, limit: int | None) -> Source:
+def make_source(path: str, split: str, limit: int | None, column: str = "") -> Source:
     """The source in the settings; an empty path means the hub. Raises Problem for an unsuitable one."""
     if not path:
-        return Source(None, split, limit)
+        return Source(None, split, limit, column=column)
     named = Path(path).expanduser()
     if named.is_file():
         if not _has_known_suffix(named):
             raise Problem(f"{path} does not have the name of a JSONL or Parquet file", REMEDY)
-        return Source(named, split, limit)
+        return Source(named, split, limit, column=column)
     if named.is_dir():
         files = [file for file in named.rglob("*") if _is_data(file, named)]
         if not files:
             raise Problem(f"the directory {path} has no file that ends in {KINDS}", REMEDY)
     else:
         files = _matching(named, path)
-    return Source(named, split, limit, _checked(sorted(files), path))
+    return Source(named, split, limit, _checked(sorted(files), path), column)
 
 
 def _has_known_suffix(file: Path) -> bool:
@@ -296,8 +331,8 @@ def _checked(files: list[Path], named: str) -> tuple[Path, ...]:
 # ---- files ---------------------------------------------------------------------------------------------------------
 
 
-def _json_blocks(path: Path) -> Iterator[Block]:
-    """A file's blocks of lines, or of an array's objects, numbered from 1."""
+def _json_blocks(path: Path, asked: str) -> Iterator[Block]:
+    """A file's blocks of lines, or of an array's objects, numbered from 1. asked: the column of the text, or ""."""
     size = max(1, path.stat().st_size)
     with path.open("rb") as file:
         stream: Any = file
@@ -309,12 +344,15 @@ def _json_blocks(path: Path) -> Iterator[Block]:
             start = stream.read(BLOCK_BYTES)
             start = _without_mark(start, path)
             if start.lstrip()[:1] == b"[" and re.search(r"\.json(\.gz|\.zst)?$", path.name):
-                yield from _array_blocks(start + stream.read(), path)
+                yield from _array_blocks(start + stream.read(), path, asked)
                 return
             first = 1
+            column = None
             while start:
                 content = start if start.endswith(b"\n") else start + stream.readline()
-                yield Block(content, str(path), first, file.tell() / size)
+                if column is None:
+                    column = text_column(_first_objects(content), asked, str(path))
+                yield Block(content, str(path), first, file.tell() / size, column=column)
                 first += content.count(b"\n")
                 start = stream.read(BLOCK_BYTES)
         except OSError as error:
@@ -341,19 +379,31 @@ def _without_mark(start: bytes, path: Path) -> bytes:
     return start
 
 
-def _array_blocks(content: bytes, path: Path) -> Iterator[Block]:
+def _first_objects(lines: bytes) -> list[dict[str, Any]]:
+    """Of lines of JSON, without those that are none, which are named when they are read."""
+    objects = []
+    for line in lines.split(b"\n", SAMPLE_ROWS)[:SAMPLE_ROWS]:
+        with contextlib.suppress(ValueError, RecursionError):
+            objects.append(json.loads(line))
+    return objects
+
+
+def _array_blocks(content: bytes, path: Path, asked: str) -> Iterator[Block]:
     """The objects of a file that is one JSON array, which must fit into memory."""
     try:
-        rows = json.loads(content)
+        rows = json.loads(content, object_pairs_hook=_without_repetition)
+    except _Repetition as error:
+        raise Problem(f"an object in {path} {error}", "Keep one of them, or give the other another name") from None
     except (ValueError, RecursionError) as error:
         problem = f"{path} begins like a JSON array but is not one ({one_line(error)})"
         raise Problem(problem, "Correct it, or write one object per line") from None
+    column = text_column(rows, asked, str(path))
     for start in range(0, len(rows), BLOCK_ROWS):
         part = rows[start : start + BLOCK_ROWS]
-        yield Block(part, str(path), start + 1, (start + len(part)) / len(rows))
+        yield Block(part, str(path), start + 1, (start + len(part)) / len(rows), column=column)
 
 
-def _parquet_blocks(paths: list[Path], name: str) -> Iterator[Block]:
+def _parquet_blocks(paths: list[Path], name: str, asked: str) -> Iterator[Block]:
     import pyarrow
     import pyarrow.parquet
 
@@ -362,13 +412,33 @@ def _parquet_blocks(paths: list[Path], name: str) -> Iterator[Block]:
         first = 1
         rows = sum(file.metadata.num_rows for file in files)
         for file in files:
-            columns = [column for column in file.schema_arrow.names if column in COLUMNS] or None
-            for batch in file.iter_batches(BLOCK_ROWS, columns=columns):
-                yield Block(batch, name, first, (first + batch.num_rows - 1) / rows)
+            names = file.schema_arrow.names
+            check_names(names, asked, name)
+            column = text_column(_first_rows(file), asked, name)
+            read = [each for each in names if each in (column, *BESIDE_THE_TEXT)] if column else None
+            for batch in file.iter_batches(BLOCK_ROWS, columns=read):
+                yield Block(batch, name, first, (first + batch.num_rows - 1) / rows, column=column)
                 first += batch.num_rows
     except (pyarrow.ArrowException, OSError) as error:
         problem = f"{paths[0]} is damaged or not a Parquet file ({one_line(error)})"
         raise Problem(problem, "Copy or download it again") from error
+
+
+def _first_rows(file: Any) -> list[dict[str, Any]]:
+    """Of a Parquet file, as far as they may be text: images and vectors can be large."""
+    import pyarrow
+
+    columns = []
+    for field in file.schema_arrow:
+        is_number = pyarrow.types.is_primitive(field.type)
+        is_large = pyarrow.types.is_fixed_size_list(field.type) or pyarrow.types.is_binary(field.type)
+        if field.name in DEFAULT_NAMES or not (is_number or is_large):
+            columns.append(field.name)
+    batch = next(file.iter_batches(SAMPLE_ROWS, columns=columns), None)
+    try:
+        return batch.to_pylist() if batch else []
+    except UnicodeDecodeError:  # which is told where the rows are read
+        return []
 
 
 def _from_hub(split: str) -> list[Path]:

@@ -83,6 +83,7 @@ SCRIPTS: Mapping[str, Sequence[Declaration]] = {
         _setting("SAMPLE", _ON_OFF, "0", "1 uses the articles and the tokenizer in megatron_data/sample; needs no network"),
         _setting("MEGATRON_DATA_DIR", FilePath(), "{family_data}", "Directory to write to; a relative path starts at the current directory, the default at the repository"),
         _setting("XSUM_SOURCE", _OPTIONAL_PATH, "", "Local JSONL or Parquet file with the columns document and summary, or text; a directory of such files; or a pattern, as in 'data/*.jsonl' (unset: EdinburghNLP/xsum from the hub)"),
+        _setting("TEXT_COLUMN", _OPTIONAL_TEXT, "", "The column with the text, where it has another name or more than one may be meant"),
         _setting("XSUM_SPLIT", Text(), "train", "Split of the hub's dataset: train, validation or test"),
         _setting("XSUM_LIMIT", _OPTIONAL_COUNT, "", "Stop after this many documents (unset: all)"),
         _setting("TOKENIZER_MODEL", _OPTIONAL_TEXT, "", f"Hugging Face name or directory of a tokenizer (unset: {DEFAULT_TOKENIZER}; for gpt, GPT-2's from the engine's checkout)"),

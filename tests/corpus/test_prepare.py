@@ -92,7 +92,7 @@ BAD_SOURCES = [
     ("parquet", SPOILT, "row 1 or a later .* UTF-8"),
     ("parquet", CHECKED, "is damaged .*CRC"),
     ("jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 99)[:-9], r"is damaged \(Truncated compressed stream\)"),
-    ("jsonl", b'{"text": "fine"}\n\n{"txt": "a"}\n', 'line 3 of .* has neither "document" nor "text"; it has txt'),
+    ("jsonl", b'{"text": "fine"}\n\n{"txt": "a"}\n', 'line 3 of .* has no "text"; it has txt'),
     ("jsonl", b'{"text": "fine"}\n' * 3 + b'{"text": \n', "line 4 of .* is not a JSON object"),
     ("jsonl", b'{"text": 5}\n', 'line 1 of .* has no string as "text", but int'),
     ("jsonl", b'["text"]\n', "line 1 of .* is not a JSON object"),
