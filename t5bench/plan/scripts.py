@@ -93,17 +93,12 @@ SCRIPTS: Mapping[str, Sequence[Declaration]] = {
         _setting("PYTHON", Text(), "python3", "The Python that has the packages of requirements.txt"),
     ),
     "gpu_acceptance": (
-        _setting("MINUTES", Decimal(), "10", "Minutes that this call may take in all"),
-        _setting("ENGINES", OneOf(("both", "megatron", "native")), "both", "Engines to run"),
-        _setting("STRATEGIES", _OPTIONAL_TEXT, "", "Strategies to run (unset: all); DDP is always included"),
-        _setting("MICRO_BATCH_SIZES", Text(), "64 32 8", "Micro-batch sizes to measure, in this order; the largest is also the global batch"),
-        _setting("MEGATRON_DIR", FilePath(), _ENGINE_DIRECTORY, "Path to your Megatron-DeepSpeed checkout"),
-        _setting("BUNDLE", _OPTIONAL_PATH, "", "The file that --pack made, for a machine without internet"),
-        _setting("RESULTS_DIR", _OPTIONAL_PATH, "", "Where to put the summary, the figures and the packed records (unset: docs/results/<device>)"),
-        _setting("CONTINUE", _OPTIONAL_PATH, "", "results.json of an earlier call, to continue it here (unset: the one in RESULTS_DIR)"),
-        _setting("WORK_DIR", FilePath(), "{repository}/outputs/acceptance", "Directory of the runs"),
+        _setting("MINUTES", Integer(1), "10", "Minutes that this call may take in all"),
+        _setting("RESULTS_DIR", FilePath(), "{repository}/outputs/acceptance/results", "Where to put the packed runs and the log"),
+        _setting("WORK_DIR", FilePath(), "{repository}/outputs/acceptance/{now}", "Directory of the runs; an earlier call's continues its sweeps"),
+        _setting("BUNDLE", FilePath(), "{repository}/outputs/bundle", "The directory that --pack makes, for a machine without internet"),
         _setting("TARGET_PYTHON", Text(), "3.12", "With --pack: the Python version of the machine that will use the bundle"),
-        _setting("CARRY", _OPTIONAL_TEXT, "", "With --pack: further Python packages that the machine lacks"),
+        _setting("MEGATRON_DIR", FilePath(), _ENGINE_DIRECTORY, "Path to your patched Megatron-DeepSpeed checkout"),
     ),
 }
 # fmt: on

@@ -24,7 +24,7 @@ ROOM_OF_IMPORT = {
     if source.is_dir()
 }
 # Rooms that choose values of settings for the runs that they start.
-CHOOSE_VALUES = {"sweep", "choose", "tools/acceptance", "tools/nodes", *PACKAGES}
+CHOOSE_VALUES = {"sweep", "choose", "tools/nodes", *PACKAGES}
 
 
 def modules() -> list[Path]:
