@@ -15,9 +15,9 @@ import contextlib
 import os
 import re
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -26,31 +26,36 @@ import torch
 import torch.distributed as dist
 
 from native.data_parallel import TorchTrainer
-from native.form import INDEX, SEAL, Reader, SavePlanner, Writer, read_seal, save, write_index_and_seal, write_whole
+from native.form import Reader, SavePlanner, Writer, save, write_index_and_seal
 from native.parallel import Mesh
 from native.pieces import Piece
+from t5bench.checkpoint_form import (
+    INDEX,
+    SEAL,
+    TRACKER,
+    Division,
+    Seal,
+    folder_of,
+    seal_of_iteration,
+    write_whole,
+)
 
-TRACKER = "latest_checkpointed_iteration.txt"
 ALIGNMENT = 64  # bytes, for every data type
 LARGEST_SHARE = 0.75  # of the host's available memory, for the copies of all its processes
 
 
-def checkpoint_folder(directory: str, iteration: int) -> Path:
-    return Path(directory, f"iter_{iteration:07d}")
-
-
-def division_of(args: Namespace) -> dict[str, int]:
-    """How the processes divide the model. `t5bench/record/checkpoints.py` has the same of a plan."""
-    zero = args.deepspeed_json.get("zero_optimization", {})
-    return {
-        "tp": args.tp,
-        "pp": args.pp,
-        "dp": args.dp,
-        "zero_stage": zero.get("stage", 0),
-        "fsdp2_shards": (args.fsdp2_shard_size or args.dp) if args.fsdp2 else 0,
-        "parts_of_a_stage": args.virtual_pipeline_stages,
-        "split": getattr(args, "pipeline_model_parallel_split_rank", 0) if args.pp > 1 else 0,
-    }
+def division_of(args: Namespace) -> Division:
+    """How the processes divide the model."""
+    return Division.of(
+        tp=args.tp,
+        pp=args.pp,
+        dp=args.dp,
+        zero_stage=args.deepspeed_json.get("zero_optimization", {}).get("stage", 0),
+        has_fsdp2=args.fsdp2,
+        shard_size=args.fsdp2_shard_size,
+        parts=args.virtual_pipeline_stages,
+        split=getattr(args, "pipeline_model_parallel_split_rank", 0),
+    )
 
 
 # ---- saving ----------------------------------------------------------------------------------------------------------
@@ -62,7 +67,7 @@ class Share:
 
     iteration: int
     pieces: Sequence[Piece]
-    seal: Mapping[str, Any]
+    seal: Seal
     read_from: Sequence[int]
     """The ranks whose files this process reads if it continues."""
 
@@ -108,26 +113,23 @@ class Saver:
     def share(self, iteration: int) -> Share:
         args = self.args
         pieces = [*self.trainer.pieces(), *dropout_pieces(args, self.mesh)]
-        seal = {
-            "iteration": iteration,
-            "step": self.trainer.updates,
-            "consumed_samples": iteration * args.global_batch_size,
-            "precision": "bf16" if args.bf16 else "fp32",
-            "division": division_of(args),
-            "has_dropout": True,
-            "learning_rate": {
-                name: getattr(args, name)
-                for name in ("lr", "min_lr", "lr_decay_style", "lr_warmup_iters", "train_iters")
-            },
-            "optimizer": {
-                name: getattr(args, name) for name in ("adam_beta1", "adam_beta2", "adam_eps", "weight_decay")
-            },
-        }
+        schedule = ("lr", "min_lr", "lr_decay_style", "lr_warmup_iters", "train_iters")
+        optimizer = ("adam_beta1", "adam_beta2", "adam_eps", "weight_decay")
+        seal = Seal(
+            iteration=iteration,
+            step=self.trainer.updates,
+            consumed_samples=iteration * args.global_batch_size,
+            division=division_of(args),
+            has_dropout=True,
+            precision="bf16" if args.bf16 else "fp32",
+            learning_rate={name: getattr(args, name) for name in schedule},
+            optimizer={name: getattr(args, name) for name in optimizer},
+        )
         own = [piece for piece in pieces if piece.writer == args.rank]
         return Share(iteration, own, seal, sorted({piece.writer for piece in pieces}))
 
     def write(self, share: Share) -> None:
-        folder = checkpoint_folder(self.args.save, share.iteration)
+        folder = folder_of(Path(self.args.save), share.iteration)
         folder.mkdir(parents=True, exist_ok=True)
         for name in (SEAL, INDEX):  # of an attempt before
             (folder / name).unlink(missing_ok=True)
@@ -137,11 +139,11 @@ class Saver:
         dist.all_gather_object(told, (writer.fs.written, share.read_from), group=self.group)
         if self.args.local_rank == 0:  # every node's directory gets the index and the seal: it need not be the others'
             files = {name: sums for written, _ in told for name, sums in written.items()}
-            read_from = [read_from for _, read_from in told]
-            write_index_and_seal(folder, index, share.seal, files, read_from, self.args.rank)
+            seal = replace(share.seal, read_from=[read_from for _, read_from in told])
+            write_index_and_seal(folder, index, seal, files)
         dist.barrier(self.group)  # the tracker names a checkpoint once all nodes have sealed theirs
         if self.args.local_rank == 0:
-            write_whole(Path(self.args.save, TRACKER), str(share.iteration).encode(), self.args.rank)
+            write_whole(Path(self.args.save, TRACKER), str(share.iteration).encode())
         dist.barrier(self.group)
 
 
@@ -194,17 +196,15 @@ def free_memory(root: Path = Path("/")) -> int:
 
 def load(trainer: TorchTrainer, args: Namespace, mesh: Mesh, iteration: int) -> None:
     """Continues from any division's checkpoint. Raises Problem."""
-    folder = checkpoint_folder(args.load, iteration)
-    seal = read_seal(folder)
-    reader = Reader(folder)
+    seal = seal_of_iteration(Path(args.load), iteration)
+    reader = Reader(folder_of(Path(args.load), iteration))
     index = reader.read_metadata()
-    trainer.begin_load(seal["step"])
+    trainer.begin_load(seal.step)
     reader.fill(index, trainer.pieces())
     trainer.end_load()
     generators = dropout_generators(args, mesh)
-    own = division_of(args)
     # What is drawn continues if the same processes draw it.
-    if not seal["has_dropout"] or any(seal["division"][size] != own[size] for size in ("tp", "pp", "dp")):
+    if not seal.has_dropout or not seal.division.draws_as(division_of(args)):
         for generator in generators.values():
             generator.manual_seed(generator.initial_seed() + iteration)
         return

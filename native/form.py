@@ -11,12 +11,12 @@ A process names the boxes that it has, and DCP writes them; or those that it nee
 
 import contextlib
 import io
-import json
 import os
 import pickle
 import warnings
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -35,12 +35,9 @@ from torch.futures import Future
 
 from native.pieces import Piece
 from t5bench import Problem
+from t5bench.checkpoint_form import COPY_AGAIN, FIRST_INDEX, INDEX, SEAL, Seal, Sums, read_seal, write_whole, writer_of
 from t5bench.given_files import read_file
 
-SEAL = "checkpoint.json"
-INDEX = "tensors.json"
-FORM = 2
-FIRST_INDEX = ".metadata"  # of form 1
 DTYPES = {"float32": torch.float32, "uint8": torch.uint8}
 
 
@@ -146,7 +143,7 @@ class Files(filesystem.FileSystem):
     """Keeps the size and checksum of each file that it has written, by name."""
 
     def __init__(self) -> None:
-        self.written: dict[str, tuple[int, int]] = {}
+        self.written: dict[str, Sums] = {}
 
     @contextlib.contextmanager
     def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[Any]:
@@ -156,7 +153,7 @@ class Files(filesystem.FileSystem):
                 return
             checksummed = Checksummed(file)
             yield checksummed
-        self.written[Path(path).name] = (checksummed.size, checksummed.crc)
+        self.written[Path(path).name] = Sums(checksummed.size, checksummed.crc)
 
 
 class Writer(dcp.FileSystemWriter):
@@ -259,17 +256,16 @@ NOT_AN_INDEX = (
     msgspec.MsgspecError, pickle.UnpicklingError, EOFError, AttributeError, KeyError, TypeError, ValueError, IndexError
 )  # fmt: skip
 LARGEST_INDEX = 1 << 30  # bytes
-COPY_AGAIN = "Copy the checkpoint's files again"
 
 
 class Reader(dcp.FileSystemReader):
     def read_metadata(self, *_: Any, **__: Any) -> metadata.Metadata:
         """Raises Problem for files that do not match their checksums, or that another program wrote."""
         folder = Path(self.path)
-        files = read_seal(folder)["files"]
+        files = read_seal(folder).files
         path = folder / (INDEX if INDEX in files else FIRST_INDEX)
         content = read_file(path, COPY_AGAIN, LARGEST_INDEX)
-        if [len(content), zlib.crc32(content)] != files.get(path.name):
+        if (len(content), zlib.crc32(content)) != files.get(path.name):
             raise Problem(f"{path} does not match its checksum", COPY_AGAIN)
         try:
             if path.name == INDEX:
@@ -287,40 +283,13 @@ class Reader(dcp.FileSystemReader):
         self.read_data(loading.create_local_plan(), loading)
 
 
-def read_seal(folder: Path) -> dict[str, Any]:
-    """checkpoint.json. Raises Problem for a checkpoint without one."""
-    try:
-        return json.loads((folder / SEAL).read_text())
-    except FileNotFoundError:
-        found = f"{folder} has no {SEAL}: its saving did not end, or an earlier release saved it"
-        raise Problem(found, "python -m t5bench reshape RUN writes an earlier release's checkpoint anew") from None
-
-
-def write_index_and_seal(
-    folder: Path,
-    index: metadata.Metadata,
-    content: Mapping[str, Any],
-    written: Mapping[str, tuple[int, int]],
-    read_from: Sequence[Any],
-    rank: int,
-) -> None:
+def write_index_and_seal(folder: Path, index: metadata.Metadata, seal: Seal, written: Mapping[str, Sums]) -> None:
     """written: each file's size and checksum, without the index's."""
     tensors = index_file_of(index)
-    write_whole(folder / INDEX, tensors, rank)
-    files = {name: sums for name, sums in written.items() if name.endswith(".distcp")}
-    files[INDEX] = len(tensors), zlib.crc32(tensors)
-    seal = {"form": FORM, **content, "files": files, "read_from": read_from}
-    write_whole(folder / SEAL, json.dumps(seal).encode(), rank)
-
-
-def write_whole(path: Path, content: bytes, rank: int) -> None:
-    """A reader sees the old content or the new. rank: of this process, because several may write the same file."""
-    own = path.with_name(f"{path.name}.{rank}")
-    with own.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    own.replace(path)
+    write_whole(folder / INDEX, tensors)
+    files = {name: sums for name, sums in written.items() if writer_of(name) >= 0}
+    files[INDEX] = Sums(len(tensors), zlib.crc32(tensors))
+    write_whole(folder / SEAL, replace(seal, files=files).encode())
 
 
 def save(writer: Writer, planning: SavePlanner, group: dist.ProcessGroup | None) -> metadata.Metadata:
@@ -339,8 +308,8 @@ def save(writer: Writer, planning: SavePlanner, group: dist.ProcessGroup | None)
         planning.pieces.clear()  # DCP's closures are garbage that is collected late, and would keep the tensors
 
 
-def write_form(folder: Path, planning: SavePlanner, content: Mapping[str, Any]) -> None:
-    """A complete checkpoint, by one process that is no part of a run. content: of its seal."""
+def write_form(folder: Path, planning: SavePlanner, seal: Seal) -> None:
+    """A complete checkpoint, by one process that is no part of a run. seal: without its files."""
     writer = Writer(folder)
     index = save(writer, planning, None)
-    write_index_and_seal(folder, index, content, writer.fs.written, [], 0)
+    write_index_and_seal(folder, index, seal, writer.fs.written)

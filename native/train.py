@@ -24,6 +24,7 @@ from native.parallel import Mesh
 from native.token_file import TokenFile, Vocabulary, pad_vocabulary
 from native.trainers import make_trainer
 from t5bench import Problem
+from t5bench.checkpoint_form import TRACKER
 from t5bench.imports import import_deepspeed, leave_out_compiler
 
 
@@ -85,7 +86,7 @@ def last_saved_iteration(args: Namespace) -> int:
     """Of the checkpoint of --load, which the launcher has checked; 0 if there is none."""
     if not args.load:
         return 0
-    tracker = Path(args.load, checkpoint.TRACKER)
+    tracker = Path(args.load, TRACKER)
     return int(tracker.read_text()) if tracker.is_file() else 0
 
 

@@ -12,12 +12,13 @@ from typing import Any
 
 import numpy as np
 
+from t5bench.checkpoint_form import INDEX, SEAL, Seal, Sums
 from t5bench.costmodel.flops import flops_per_iteration
 from t5bench.costmodel.job import Architecture
 from t5bench.plan import torchrun_command
 from t5bench.plan.engine import config_of_settings
 from t5bench.record import files, records
-from t5bench.record.checkpoints import INDEX, SEAL, Checkpoints
+from t5bench.record.checkpoints import Checkpoints
 from t5bench.record.command_script import script
 from t5bench.record.log import Iteration
 from t5bench.record.plan import Arguments, Layout, Plan, Setting, Strategy
@@ -160,9 +161,10 @@ def write_checkpoint(checkpoints: Checkpoints, iteration: int) -> None:
         for name in [INDEX, *(f"__{rank}_0.distcp" for rank in ranks)]:
             content = name.encode() * 100
             (folder / name).write_bytes(content)
-            files[name] = [len(content), zlib.crc32(content)]
-        seal = {"iteration": iteration, "division": checkpoints.division, "files": files}
-        (folder / SEAL).write_text(json.dumps({**seal, "read_from": [[rank] for rank in ranks]}))
+            files[name] = Sums(len(content), zlib.crc32(content))
+        samples = iteration * checkpoints.plan.number("GLOBAL_BATCH_SIZE")
+        seal = Seal(iteration, iteration, samples, checkpoints.division, has_dropout=True, files=files)
+        (folder / SEAL).write_bytes(replace(seal, read_from=[[rank] for rank in ranks]).encode())
         return
     for name in checkpoints.files(ranks):
         path = folder / name

@@ -11,6 +11,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
 from t5bench import Problem, note
+from t5bench.checkpoint_form import SEAL
 from t5bench.plan.channel import (
     DIFFERS,
     SECRET_REMEDY,
@@ -22,7 +23,7 @@ from t5bench.plan.channel import (
 )
 from t5bench.plan.ports import peer_port
 from t5bench.record import machine
-from t5bench.record.checkpoints import RESHAPED_FROM, SEAL, WEIGHTS_ONLY, Checkpoints, title_of
+from t5bench.record.checkpoints import RESHAPED_FROM, WEIGHTS_ONLY, Checkpoints
 from t5bench.record.files import RecordError
 from t5bench.record.plan import Plan, same_value
 from t5bench.record.reader import read_part
@@ -258,8 +259,8 @@ def changes(plan: Plan) -> Changes:
         saved = checkpoints.seal(newest).division
         wanted = checkpoints.division
         if saved != wanted:
-            told += f". It was saved by {title_of(saved)}, and is read by {title_of(wanted)}"
-        if any(saved[size] != wanted[size] for size in ("tp", "pp", "dp")):
+            told += f". It was saved by {saved.title}, and is read by {wanted.title}"
+        if not saved.draws_as(wanted):
             told += ". Dropout's random numbers begin anew"
     return Changes(told, then.changed_at)
 

@@ -25,11 +25,11 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, record_function
 
+from t5bench.checkpoint_form import TRACKER
 from t5bench.costmodel.layout import coordinates
 from t5bench.profile import parts as profile
 from t5bench.profile import timeline
 from t5bench.profile.cpu_accounting import MainThread, Parts, between, main_thread, processor
-from t5bench.record.checkpoints import TRACKER
 from t5bench.record.files import write_json, write_whole
 from t5bench.record.plan import by_name
 

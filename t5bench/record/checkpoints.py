@@ -13,31 +13,23 @@ import re
 import shlex
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from t5bench import Problem
+from t5bench.checkpoint_form import SEAL, TRACKER, Division, Seal, damage_of, folder_of, seal_of_iteration
 from t5bench.costmodel.job import Architecture
-from t5bench.given_files import read_json
 from t5bench.record.files import write_whole
 from t5bench.record.plan import Plan
 
-# Megatron's pointer, which the native engine has too, and DeepSpeed's.
-TRACKER = "latest_checkpointed_iteration.txt"
 DEEPSPEED_TRACKER = "latest"
 # Where `python -m t5bench reshape` puts the record of the run that it converts.
 RESHAPED_FROM = "reshaped-from"
 # In a directory of checkpoints from which no training can continue.
 WEIGHTS_ONLY = "weights-only"
-# What the native engine writes last (native/checkpoint.py).
-SEAL = "checkpoint.json"
-INDEX = "tensors.json"
-INDEXES = (INDEX, ".metadata")  # the second one: of the first form
-DIVISION = ("tp", "pp", "dp", "zero_stage", "fsdp2_shards", "parts_of_a_stage", "split")
-BYTES_AT_ONCE = 1 << 24
 _NAME = re.compile(r"(?:iter_|global_step)(\d+)")
 READERS = 4  # files at once: zlib computes CRC-32 without Python's lock
 
@@ -56,72 +48,9 @@ def damage(path: Path) -> str:
     return f"is damaged ({torn} in it does not match its checksum)" if torn else ""
 
 
-def damage_of(path: Path, size: int, checksum: int) -> str:
-    """As damage(), of a file that had this size in bytes and this CRC-32 when it was written."""
-    found = 0
-    try:
-        present = path.stat().st_size
-        if present < size:
-            return f"is truncated (it has {present:,} bytes of {size:,})"
-        with path.open("rb") as file:
-            while block := file.read(BYTES_AT_ONCE):
-                found = zlib.crc32(block, found)
-    except FileNotFoundError:
-        return "is missing"
-    except OSError as error:
-        return f"cannot be read ({error.strerror or error})"
-    return "" if found == checksum and present == size else "is damaged (it does not match its checksum)"
-
-
-@dataclass(frozen=True)
-class Seal:
-    """What a native checkpoint says of itself."""
-
-    iteration: int
-    division: Mapping[str, int]
-    """How the processes that saved it divided the model: the names of DIVISION."""
-    files: Mapping[str, tuple[int, int]]
-    """Size in bytes and CRC-32, by name."""
-    read_from: Sequence[Sequence[int]]
-    """By rank: whose files it reads if the same processes continue. Empty: all of them."""
-
-    def files_of(self, ranks: Sequence[int], division: Mapping[str, int]) -> list[str]:
-        """The files that these ranks read when they divide the model so: any, unless it is divided as it was."""
-        if division != self.division or max(ranks) >= len(self.read_from):
-            return sorted(self.files)
-        writers = {writer for rank in ranks for writer in self.read_from[rank]}
-        return [name for name in sorted(self.files) if name in INDEXES or writer_of(name) in writers]
-
-
-def read_seal(folder: Path) -> Seal:
-    """Raises Problem."""
-    seal = read_json(folder / SEAL, Seal)
-    strange = [name for name in seal.files if name not in INDEXES and writer_of(name) < 0]
-    if strange or set(seal.division) != set(DIVISION):
-        raise Problem(f"{folder.name}/{SEAL} is not one that the native engine writes")
-    return seal
-
-
 def is_of_an_earlier_release(folder: Path) -> bool:
     """Whether the native engine saved it in files of one layout, as it did before it had one form for all."""
     return any(folder.glob("mp_rank_*")) or any(folder.glob("*zero_pp_rank_*"))
-
-
-def writer_of(name: str) -> int:
-    """The rank that wrote a file of PyTorch's distributed checkpoint: 3 of __3_0.distcp; -1 of another file."""
-    match = re.fullmatch(r"__(\d+)_\d+\.distcp", name)
-    return int(match[1]) if match else -1
-
-
-def title_of(division: Mapping[str, int]) -> str:
-    """In words: "ZeRO-3 on 4 processes"."""
-    sizes = [f"{name} {division[key]}" for key, name in (("tp", "TP"), ("pp", "PP"), ("dp", "DP")) if division[key] > 1]
-    names = []
-    if division["zero_stage"]:
-        names.append(f"ZeRO-{division['zero_stage']}")
-    if division["fsdp2_shards"]:
-        names.append("FSDP2" if division["fsdp2_shards"] == division["dp"] else "HSDP")
-    return " ".join([*names, *sizes]) or "one process"
 
 
 @dataclass(frozen=True)
@@ -137,24 +66,24 @@ class Checkpoints:
     def folder(self, iteration: int) -> Path:
         """DeepSpeed inside Megatron gives a checkpoint's directory its own name."""
         by_deepspeed = self.plan.zero_stage and self.plan.engine == "megatron"
-        return self.directory / (f"global_step{iteration}" if by_deepspeed else f"iter_{iteration:07d}")
+        return self.directory / f"global_step{iteration}" if by_deepspeed else folder_of(self.directory, iteration)
 
     @property
-    def division(self) -> dict[str, int]:
-        """How the plan's processes divide the model, as native/checkpoint.py writes it."""
+    def division(self) -> Division:
+        """How the plan's processes divide the model."""
         layout = self.plan.layout
         given = self.plan.named_arguments
         assert layout
-        shards = int(given.get("fsdp2_shard_size") or 0) or layout.dp
-        return {
-            "tp": layout.tp,
-            "pp": layout.pp,
-            "dp": layout.dp,
-            "zero_stage": self.plan.zero_stage,
-            "fsdp2_shards": shards if self.plan.strategy.has_fsdp2 else 0,
-            "parts_of_a_stage": int(given.get("virtual_pipeline_stages") or 1),
-            "split": int(given.get("pipeline_model_parallel_split_rank") or 0) if layout.pp > 1 else 0,
-        }
+        return Division.of(
+            tp=layout.tp,
+            pp=layout.pp,
+            dp=layout.dp,
+            zero_stage=self.plan.zero_stage,
+            has_fsdp2=self.plan.strategy.has_fsdp2,
+            shard_size=int(given.get("fsdp2_shard_size") or 0),
+            parts=int(given.get("virtual_pipeline_stages") or 1),
+            split=int(given.get("pipeline_model_parallel_split_rank") or 0),
+        )
 
     def seal(self, iteration: int) -> Seal:
         """A native checkpoint's. Raises Problem."""
@@ -163,7 +92,7 @@ class Checkpoints:
             if is_of_an_earlier_release(folder):
                 raise Problem(f"{folder.name} was saved by an earlier release: {how_to_renew(self.plan.output_dir)}")
             raise Problem(f"{folder.name}/{SEAL} is missing: its saving did not end")
-        return read_seal(folder)
+        return seal_of_iteration(self.directory, iteration)
 
     def files(self, ranks: Sequence[int]) -> list[str]:
         """The files in a checkpoint's directory of Megatron-DeepSpeed that these ranks read, sorted.
@@ -215,7 +144,7 @@ class Checkpoints:
             except Problem as problem:
                 return str(problem)
             checks = {
-                name: partial(damage_of, folder / name, *seal.files[name])
+                name: partial(damage_of, folder / name, seal.files[name])
                 for name in seal.files_of(ranks, self.division)
             }
         else:

@@ -18,13 +18,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from t5bench import REPOSITORY, Problem, note
+from t5bench.checkpoint_form import TRACKER
 from t5bench.plan import launchers
 from t5bench.plan.channel import SECRET
 from t5bench.plan.launchers import without_layout
 from t5bench.plan.planner import plan
 from t5bench.plan.ports import free_port
 from t5bench.record import collect
-from t5bench.record.checkpoints import TRACKER
 from t5bench.record.files import RecordError
 from t5bench.record.hosts import BEGINS, ssh
 from t5bench.record.plan import Plan

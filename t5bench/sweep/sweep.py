@@ -19,11 +19,11 @@ from statistics import fmean
 
 from t5bench import Interrupted, Problem, note, raise_on_signals
 from t5bench.arguments import at_least
+from t5bench.checkpoint_form import TRACKER
 from t5bench.plan import launchers, run_lock
 from t5bench.plan.engine import extension_locks
 from t5bench.plan.resume import misfits
 from t5bench.record import log
-from t5bench.record.checkpoints import TRACKER
 from t5bench.record.files import RecordError
 from t5bench.record.plan import Plan
 from t5bench.record.records import load, looks_like_run, read_list, read_metrics, write_list

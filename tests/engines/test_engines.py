@@ -16,7 +16,8 @@ from support import NATIVE_STRATEGIES, STRATEGIES
 
 from native.pieces import KINDS
 from t5bench.__main__ import main
-from t5bench.record.checkpoints import DEEPSPEED_TRACKER, TRACKER
+from t5bench.checkpoint_form import TRACKER
+from t5bench.record.checkpoints import DEEPSPEED_TRACKER
 from t5bench.record.log import iterations
 from t5bench.record.records import load, read_metrics
 from t5bench.record.run import Run

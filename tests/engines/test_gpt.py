@@ -9,7 +9,7 @@ from real_runs import EXACT, finish, start, train
 from tools.convert.convert_commands import check_logits
 
 from t5bench.__main__ import main
-from t5bench.record.checkpoints import TRACKER
+from t5bench.checkpoint_form import TRACKER
 from t5bench.record.records import load
 from t5bench.tools.convert.checkpoint_file import read_checkpoint_file as read
 from t5bench.tools.convert.shards import Weights, whole_weights

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from real_runs import EXACT, train
 
+from t5bench.checkpoint_form import TRACKER
 from t5bench.compare.parity import TOLERANCE, curve, difference
-from t5bench.record.checkpoints import TRACKER
 from t5bench.record.records import load
 from t5bench.record.run import Run
 

@@ -25,11 +25,12 @@ from support import REPO_ROOT
 from torch.distributed.checkpoint import FileSystemReader, SavePlan
 
 from native import checkpoint, form
-from native.form import FIRST_INDEX, INDEX, SEAL, Reader, SavePlanner, write_form
+from native.form import Reader, SavePlanner, write_form
 from native.parallel import Axis, Mesh
 from native.pieces import Piece, boxes_of_rows, boxes_of_stretch, shared_out
 from native.tensor_parallel import Slice
 from t5bench import Problem
+from t5bench.checkpoint_form import FIRST_INDEX, INDEX, SEAL, TRACKER, Division, Seal, folder_of
 
 LARGEST = 5e-6  # the gate's, of a relative difference in fp32
 
@@ -92,10 +93,13 @@ def pieces_of(**tensors: torch.Tensor) -> list[Piece]:
     return [Piece(f"model.{name}", tuple(value.shape), (0,) * value.dim(), value, 0) for name, value in tensors.items()]
 
 
+SEALED = Seal(iteration=3, step=3, consumed_samples=12, division=Division(), has_dropout=False)
+
+
 def test_what_is_written_can_be_read_in_other_boxes(tmp_path: Path):
     weight = torch.arange(24.0).view(6, 4)
     boxes = [Piece("model.w", (6, 4), offsets, weight[offsets[0] : offsets[0] + 3], 0) for offsets in ((0, 0), (3, 0))]
-    write_form(tmp_path, SavePlanner(boxes), {"step": 3})
+    write_form(tmp_path, SavePlanner(boxes), SEALED)
     column = torch.empty(6, 1)
     reader = Reader(tmp_path)
     reader.fill(reader.read_metadata(), [Piece("model.w", (6, 4), (0, 2), column, 0)])
@@ -112,7 +116,7 @@ def test_a_tensor_that_no_process_has_whole_is_not_saved():
 
 
 def test_another_model_is_refused(tmp_path: Path):
-    write_form(tmp_path, SavePlanner(pieces_of(w=torch.ones(3, 4))), {"step": 3})
+    write_form(tmp_path, SavePlanner(pieces_of(w=torch.ones(3, 4))), SEALED)
     reader = Reader(tmp_path)
     for name, shape, has in (("w", (3, 5), "with the shape [3, 4]"), ("v", (3, 4), "missing")):
         with pytest.raises(Problem, match=f"model.{name} is {has}".replace("[", r"\[")):
@@ -130,7 +134,7 @@ PICKLES = {"a hostile one": pickle.dumps(Hostile()), "none": b"", "text": b"no p
 @pytest.mark.parametrize("content", PICKLES.values(), ids=PICKLES)
 def test_the_index_of_pytorch_is_for_pytorch_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes):
     monkeypatch.chdir(tmp_path)
-    write_form(tmp_path, SavePlanner(pieces_of(w=torch.ones(3, 4))), {"step": 3})
+    write_form(tmp_path, SavePlanner(pieces_of(w=torch.ones(3, 4))), SEALED)
     FileSystemReader(tmp_path).read_metadata()
     (tmp_path / FIRST_INDEX).write_bytes(content)
     stored = torch.zeros(3, 4)
@@ -146,6 +150,7 @@ def as_the_first_form(folder: Path, index: bytes) -> None:
     del seal["files"][INDEX]
     (folder / FIRST_INDEX).write_bytes(index)
     seal["files"][FIRST_INDEX] = [len(index), zlib.crc32(index)]
+    del seal["form"], seal["checksum"]
     (folder / SEAL).write_text(json.dumps(seal))
 
 
@@ -166,7 +171,7 @@ class LatePickler(pickle.Pickler):
 @pytest.mark.parametrize("pickler", [EarlyPickler, LatePickler])
 @pytest.mark.parametrize("protocol", [4, 5])  # 5: of Python 3.14
 def test_the_first_form_is_read_whichever_python_wrote_it(tmp_path: Path, pickler: Any, protocol: int):
-    write_form(tmp_path, SavePlanner(pieces_of(w=torch.ones(3, 4))), {"step": 3})
+    write_form(tmp_path, SavePlanner(pieces_of(w=torch.ones(3, 4))), SEALED)
     written = io.BytesIO()
     pickler(written, protocol).dump(FileSystemReader(tmp_path).read_metadata())
     as_the_first_form(tmp_path, written.getvalue())
@@ -182,7 +187,7 @@ GETATTR = pickle.dumps(getattr)[:-1] + b"ctorch\nSize\n\x8c\x07__new__\x86R."
 @pytest.mark.parametrize("content", [*PICKLES.values(), GETATTR], ids=[*PICKLES, "another's attribute"])
 def test_an_index_of_the_first_form_runs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes):
     monkeypatch.chdir(tmp_path)
-    write_form(tmp_path, SavePlanner(pieces_of(w=torch.ones(3, 4))), {"step": 3})
+    write_form(tmp_path, SavePlanner(pieces_of(w=torch.ones(3, 4))), SEALED)
     as_the_first_form(tmp_path, content)
     with pytest.raises(Problem, match="is as it was written, but no index that the native engine knows") as caught:
         Reader(tmp_path).read_metadata()
@@ -191,7 +196,7 @@ def test_an_index_of_the_first_form_runs_nothing(tmp_path: Path, monkeypatch: py
 
 
 def test_the_copy_is_blamed_for_bytes_that_are_not_those_that_were_written(tmp_path: Path):
-    write_form(tmp_path, SavePlanner(pieces_of(w=torch.ones(3, 4))), {"step": 3})
+    write_form(tmp_path, SavePlanner(pieces_of(w=torch.ones(3, 4))), SEALED)
     (tmp_path / INDEX).write_bytes((tmp_path / INDEX).read_bytes()[:-9])
     with pytest.raises(Problem, match="does not match its checksum") as caught:
         Reader(tmp_path).read_metadata()
@@ -199,7 +204,7 @@ def test_the_copy_is_blamed_for_bytes_that_are_not_those_that_were_written(tmp_p
 
 
 def test_an_index_names_files_of_its_own_folder_alone(tmp_path: Path):
-    write_form(tmp_path, SavePlanner(pieces_of(w=torch.ones(3, 4))), {"step": 3})
+    write_form(tmp_path, SavePlanner(pieces_of(w=torch.ones(3, 4))), SEALED)
     content = (tmp_path / INDEX).read_bytes().replace(b"__0_0.distcp", b"../../secret")
     with pytest.raises(msgspec.ValidationError, match="matching regex"):
         form.index_of_file(content)
@@ -232,7 +237,7 @@ def test_dropout_continues_where_the_same_processes_draw_it(monkeypatch: pytest.
     saver = checkpoint.Saver(trainer, args, mesh)
     saver.save(3)
     saver.close()
-    assert (alone / checkpoint.TRACKER).read_text() == "3"
+    assert (alone / TRACKER).read_text() == "3"
 
     def draws() -> list[list[float]]:
         return [torch.rand(4, generator=generator).tolist() for generator in drawn_from]
@@ -259,7 +264,7 @@ def test_training_goes_on_while_its_copy_is_written(monkeypatch: pytest.MonkeyPa
 
     def saved(iteration: int) -> float:
         stored = torch.empty(2)
-        reader = Reader(checkpoint.checkpoint_folder(str(alone), iteration))
+        reader = Reader(folder_of(alone, iteration))
         reader.fill(reader.read_metadata(), pieces_of(w=stored))
         return float(stored[0])
 
@@ -304,7 +309,7 @@ def test_a_checkpoint_whose_writing_ends_early_leaves_the_one_before(monkeypatch
     saver.save(2)
     with pytest.raises(Exception, match="No space left on device"):
         saver.close()
-    assert (run / checkpoint.TRACKER).read_text() == "1"
+    assert (run / TRACKER).read_text() == "1"
     iteration, faults = made_checkpoints(alone, dp=1).newest()
     assert (iteration, faults) == (1, {2: f"iter_0000002/{SEAL} is missing: its saving did not end"})
 

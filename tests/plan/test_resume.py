@@ -17,12 +17,13 @@ from made_runs import change, cut_off, made_checkpoints, made_plan, make_run, wr
 from support import Project, processes_with, wait_for, write_indexed_dataset
 
 from t5bench import Problem
+from t5bench.checkpoint_form import SEAL
 from t5bench.plan import channel
 from t5bench.plan.channel import Endpoint
 from t5bench.plan.ports import free_port, peer_port
 from t5bench.plan.resume import View, agreed, changes, checkpoint, misfits
 from t5bench.record import machine
-from t5bench.record.checkpoints import SEAL, Checkpoints
+from t5bench.record.checkpoints import Checkpoints
 from t5bench.record.plan import Plan
 
 EXTRA = ("--init-method-std", "0.02")

@@ -10,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_runs import cut_off, made_checkpoints, write_checkpoint
 
-from t5bench.record.checkpoints import INDEX, SEAL, damage
+from t5bench import Problem
+from t5bench.checkpoint_form import INDEX, SEAL, read_seal
+from t5bench.record.checkpoints import damage
 from t5bench.record.records import mark_resume, read_metrics
 
 # What the engines wrote, listed from real runs: (engine, ZeRO stage, precision, TP, PP, DP) and the files of all ranks.
@@ -110,8 +112,58 @@ def test_a_list_of_files_names_none_elsewhere(tmp_path: Path):
     found = made_checkpoints(tmp_path)
     write_checkpoint(found, 5)
     seal = found.folder(5) / SEAL
+    as_an_earlier_release_sealed(seal)
     seal.write_text(seal.read_text().replace("__1_0.distcp", "../../__1_0.distcp"))
-    assert found.fault(5) == f"iter_0000005/{SEAL} is not one that the native engine writes"
+    assert found.fault(5).startswith(f"iter_0000005/{SEAL} is not one that the native engine writes: ")
+
+
+def as_an_earlier_release_sealed(seal: Path) -> None:
+    content = json.loads(seal.read_text())
+    del content["checksum"]
+    seal.write_text(json.dumps(content | {"form": 2}))
+
+
+def test_a_seal_covers_itself(tmp_path: Path):
+    """Whichever digit is another, it is not continued."""
+    found = made_checkpoints(tmp_path)
+    write_checkpoint(found, 5)
+    path = found.folder(5) / SEAL
+    text = path.read_text()
+    digits = [match.start() for match in re.finditer("[0-9]", text)]
+    assert len(digits) > 50
+    for place in digits:
+        changed = str((int(text[place]) + 1) % 10)
+        path.write_text(text[:place] + changed + text[place + 1 :])
+        with pytest.raises(Problem, match=r"checkpoint.json (was changed|cannot be read)"):
+            read_seal(found.folder(5))
+    for name in json.loads(text):
+        without = json.loads(text)
+        del without[name]
+        path.write_text(json.dumps(without))
+        with pytest.raises(Problem):
+            read_seal(found.folder(5))
+
+
+def test_an_earlier_release_s_seal_is_read(tmp_path: Path):
+    found = made_checkpoints(tmp_path)
+    write_checkpoint(found, 5)
+    sealed = read_seal(found.folder(5))
+    as_an_earlier_release_sealed(found.folder(5) / SEAL)
+    assert read_seal(found.folder(5)) == sealed
+    assert found.newest() == (5, {})
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+def test_a_folder_s_name_is_only_a_name(tmp_path: Path, is_old: bool):
+    """A backup that was restored under another name is not continued as what it is called."""
+    found = made_checkpoints(tmp_path)
+    for iteration in (1, 3):
+        write_checkpoint(found, iteration)
+    if is_old:
+        as_an_earlier_release_sealed(found.folder(3) / SEAL)
+    found.folder(3).rename(found.folder(6))
+    sentence = "iter_0000006 holds the checkpoint of iteration 3; its own name is iter_0000003"
+    assert found.newest() == (1, {6: sentence})
 
 
 def test_the_engines_find_it_and_newer_checkpoints_are_set_aside(tmp_path: Path):

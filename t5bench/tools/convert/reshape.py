@@ -23,7 +23,8 @@ from torch import Tensor
 
 from t5bench import Problem
 from t5bench.arguments import at_least
-from t5bench.record.checkpoints import RESHAPED_FROM, TRACKER, WEIGHTS_ONLY
+from t5bench.checkpoint_form import TRACKER
+from t5bench.record.checkpoints import RESHAPED_FROM, WEIGHTS_ONLY
 from t5bench.record.files import write_whole
 from t5bench.tools.convert.checkpoint_file import Absent
 from t5bench.tools.convert.foreign import of_this_model

@@ -10,7 +10,7 @@ from torch import Tensor
 from native.form import Reader, SavePlanner, write_form
 from native.pieces import KINDS, Piece
 from t5bench import Problem
-from t5bench.record.checkpoints import SEAL, damage_of, read_seal
+from t5bench.checkpoint_form import SEAL, Division, Seal, damage_of, read_seal
 from t5bench.tools.convert.foreign import COPY_AGAIN
 from t5bench.tools.convert.shards import HEAD, WORDS, Weights
 
@@ -26,7 +26,7 @@ class StoredTensors(Mapping[str, Tensor]):
     def __init__(self, folder: Path, kind: str) -> None:
         """kind: of native.pieces.KINDS. Raises Problem for a checkpoint that is damaged or not complete."""
         for name, sums in read_seal(folder).files.items():
-            what = damage_of(folder / name, *sums)
+            what = damage_of(folder / name, sums)
             if what:
                 raise Problem(f"{folder / name} {what}", COPY_AGAIN)
         self._reader = Reader(folder)
@@ -75,12 +75,4 @@ def write_stored(folder: Path, values: Mapping[str, Weights], iteration: int, up
 
     values: by kind, by the parameter's name; the weights are fp32. updates: AdamW's steps. samples: consumed so far.
     """
-    one_process = {"tp": 1, "pp": 1, "dp": 1, "zero_stage": 0, "fsdp2_shards": 0, "parts_of_a_stage": 1, "split": 0}
-    content = {
-        "iteration": iteration,
-        "step": updates,
-        "consumed_samples": samples,
-        "division": one_process,
-        "has_dropout": False,
-    }
-    write_form(folder, _Planner(values), content)
+    write_form(folder, _Planner(values), Seal(iteration, updates, samples, Division(), has_dropout=False))

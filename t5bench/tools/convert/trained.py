@@ -10,9 +10,10 @@ import torch
 
 from native.pieces import WEIGHTS
 from t5bench import Problem
+from t5bench.checkpoint_form import TRACKER
 from t5bench.costmodel.job import Architecture
 from t5bench.given_files import read_text
-from t5bench.record.checkpoints import RESHAPED_FROM, TRACKER, Checkpoints, is_of_an_earlier_release
+from t5bench.record.checkpoints import RESHAPED_FROM, Checkpoints, is_of_an_earlier_release
 from t5bench.record.records import load, load_settings
 from t5bench.record.run import Run
 from t5bench.tools.convert.checkpoint_file import read_checkpoint_file

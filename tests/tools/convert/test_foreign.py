@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from t5bench import Problem
-from t5bench.record.checkpoints import TRACKER
+from t5bench.checkpoint_form import TRACKER
 from t5bench.tools.convert.foreign import check_config
 from t5bench.tools.convert.trained import TrainedModel
 
