@@ -5,6 +5,7 @@ A FIFO or a terminal would be waited for, and /dev/zero has no end, so only regu
 
 import os
 import stat
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -58,3 +59,17 @@ def read_json(path: Path, kind: Any, remedy: str = "") -> Any:
         return msgspec.json.decode(content, type=kind)
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
         raise Problem(f"{path} cannot be read: {error}", remedy) from error
+
+
+class Repetition(ValueError):
+    """An object of JSON has the same name twice: which of the two values is meant, nobody can say."""
+
+
+def without_repetition(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """An object's entries, for json's object_pairs_hook. Raises Repetition."""
+    entries = dict(pairs)
+    if len(entries) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise Repetition(f'has "{twice}" twice')
+    return entries

@@ -22,6 +22,7 @@ import msgspec
 from t5bench import REPOSITORY, Problem, note
 from t5bench.corpus.columns import DEFAULT_NAMES, SAMPLE_ROWS, check_names, likely_column, text_column
 from t5bench.corpus.tokenizer import hub, one_line
+from t5bench.given_files import Repetition, without_repetition
 
 XSUM = "EdinburghNLP/xsum"
 # The dataset's main branch holds a loading script; the hub also keeps the same rows as Parquet.
@@ -116,9 +117,9 @@ def _object(line: bytes, address: str, column: str) -> dict[str, Any] | Unusable
     """A line's object. pandas and Python also write NaN, Infinity and half of a surrogate pair, which are no JSON."""
     try:
         if line.count(b'"%s"' % column.encode()) > 1:
-            json.loads(line, object_pairs_hook=_without_repetition)
+            json.loads(line, object_pairs_hook=without_repetition)
         return msgspec.json.decode(line, type=dict)
-    except _Repetition as error:
+    except Repetition as error:
         return Unusable(f"{address} {error}", "Keep one of them, or give the other another name")
     except (ValueError, RecursionError) as error:
         reason = f"{address} is not a JSON object in UTF-8 ({one_line(error)})"
@@ -127,19 +128,6 @@ def _object(line: bytes, address: str, column: str) -> dict[str, Any] | Unusable
     except (ValueError, RecursionError):
         row = None
     return row if isinstance(row, dict) else Unusable(reason, "Correct or remove that line")
-
-
-class _Repetition(ValueError):
-    """An object has the same name twice."""
-
-
-def _without_repetition(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """An object. Raises _Repetition: which of two values is meant, nobody can say."""
-    entries = dict(pairs)
-    if len(entries) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise _Repetition(f'has "{next(name for name in names if names.count(name) > 1)}" twice')
-    return entries
 
 
 def _article(row: Any, number: int, address: str, column: str) -> Row:
@@ -391,8 +379,8 @@ def _first_objects(lines: bytes) -> list[dict[str, Any]]:
 def _array_blocks(content: bytes, path: Path, asked: str) -> Iterator[Block]:
     """The objects of a file that is one JSON array, which must fit into memory."""
     try:
-        rows = json.loads(content, object_pairs_hook=_without_repetition)
-    except _Repetition as error:
+        rows = json.loads(content, object_pairs_hook=without_repetition)
+    except Repetition as error:
         raise Problem(f"an object in {path} {error}", "Keep one of them, or give the other another name") from None
     except (ValueError, RecursionError) as error:
         problem = f"{path} begins like a JSON array but is not one ({one_line(error)})"

@@ -22,6 +22,7 @@ from typing import Any
 from t5bench import REPOSITORY, Problem
 from t5bench.costmodel.job import REDUCE_ONCE_RELEASE
 from t5bench.costmodel.layout import Layout
+from t5bench.given_files import Repetition, without_repetition
 from t5bench.plan.draft import Draft
 from t5bench.plan.interpreter import extensions_folder, plain_caches
 from t5bench.plan.releases import ask_costs, ask_ledger
@@ -249,14 +250,19 @@ def effective_config(draft: Draft) -> dict[str, Any] | None:
         return None
     path = REPOSITORY / "ds_configs" / draft.strategy.ds_config
     try:
-        stage_config = json.loads(path.read_text())
-        check_strategy(stage_config, str(path))
+        stage_config = json.loads(path.read_text(), object_pairs_hook=without_repetition)
+        unread = check_strategy(stage_config, str(path))
     except Problem as problem:
         draft.refuse("ds-config", str(problem), problem.remedy)
+        return None
+    except Repetition as error:
+        draft.refuse("ds-config", f"{path}: an object {error}", "Keep one of them")
         return None
     except (OSError, ValueError) as error:
         draft.refuse("ds-config", f"{path}: {error}")
         return None
+    if unread:
+        draft.notes.append(f"note: DeepSpeed does not read {', '.join(unread)} in {path}, which changes nothing")
     zero = stage_config["zero_optimization"]
     if zero["stage"] > 1 and draft.number("PIPELINE_PARALLEL_SIZE") > 1:
         problem = f"DeepSpeed's pipeline engine supports only ZeRO stage 1, found {zero['stage']}"
