@@ -12,7 +12,7 @@ set -euo pipefail
 source "$(dirname -- "${BASH_SOURCE[0]}")/common.sh"
 
 begin "" "$@"
-python_module t5bench.sweep.venv "$REPO_ROOT/requirements.txt"
+bash "$REPO_ROOT/scripts/setup_environment.sh"
 export PATH=$REPO_ROOT/.venv/bin:$PATH PYTHON=$REPO_ROOT/.venv/bin/python
 export MEGATRON_DATA_DIR=$REPO_ROOT/outputs/quickstart/${FAMILY_PREFIX}data
 SAMPLE=1 TOKENIZER_MODEL='' bash "$REPO_ROOT/scripts/prepare_xsum_megatron.sh" >/dev/null
@@ -23,17 +23,19 @@ export MODEL_PRESET="${MODEL_PRESET:-tiny}" MICRO_BATCH_SIZE="${MICRO_BATCH_SIZE
 export SAMPLE_INTERVAL="${SAMPLE_INTERVAL:-0.2}"
 # One iteration of each is profiled, so that the page shows where the time went.
 export PROFILE_ITERATION="${PROFILE_ITERATION:-$((TRAIN_ITERS > 3 ? TRAIN_ITERS / 2 : 0))}"
+# Each run keeps its model, so that one sees what a run is for.
+export SAVE_INTERVAL="${SAVE_INTERVAL:-$TRAIN_ITERS}"
 export RUNS_DIR
 bash "$REPO_ROOT/scripts/run_megatron_t5_all.sh"
 
-# Once more with DDP, saving the model, so that one sees what a run is for.
-model=$REPO_ROOT/outputs/quickstart/model/$FAMILY_PREFIX$ENGINE
+trained=("$RUNS_DIR"/repeat1/{ddp,*}/checkpoints/latest_checkpointed_iteration.txt)
 prompt='The <extra_id_0> walks in <extra_id_1> park.'
 [[ -z $FAMILY_PREFIX ]] || prompt='The man walks in'
-saved=(MODEL_PRESET=tiny STRATEGIES=ddp REPEATS=1 RUNS_DIR="$model" SAVE_INTERVAL="$TRAIN_ITERS" PROFILE_ITERATION=0)
-note "training a tiny model with DDP once more, to keep it"
-env "${saved[@]}" bash "$REPO_ROOT/scripts/run_megatron_t5_all.sh" >/dev/null
 echo
-echo "After $TRAIN_ITERS iterations a tiny model cannot know much. It completes '$prompt' like this:"
-python_module t5bench generate "$model/repeat1/ddp" --prompt "$prompt"
+for tracker in "${trained[@]}"; do
+  [[ -f $tracker ]] || continue
+  echo "After $TRAIN_ITERS iterations a tiny model cannot know much. It completes '$prompt' like this:"
+  python_module t5bench generate "${tracker%/checkpoints/*}" --prompt "$prompt"
+  break
+done
 echo "Next: open the page; docs/learn.md is a course of one hour; README.md says how to run this on your nodes."

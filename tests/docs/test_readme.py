@@ -105,13 +105,12 @@ def test_every_command_runs(project: Project, tmp_path: Path, block: str):
     project.add_stub(
         "python", f'#!/usr/bin/env bash\nprintf "True 12.4\\n"\nprintf "%s" "$*" >"{project.stubs}/python"\n'
     )
-    if "t5bench.sweep.venv" in block:
-        project.add_stub("python3", RECORDER)
+    if "setup_environment.sh" in block:
         clone = project.root / "T5-Parallelism"
         (clone / ".venv" / "bin").mkdir(parents=True)
         (clone / ".venv" / "bin" / "activate").touch()
         (clone / "scripts").symlink_to(project.root / "scripts")
-    for name in ("prepare_xsum_megatron.sh", "setup_megatron.sh"):
+    for name in ("prepare_xsum_megatron.sh", "setup_megatron.sh", "setup_environment.sh"):
         project.script(name).write_text(RECORDER)
     for name in ("README.md", "requirements.txt", "patches/series"):
         (project.root / name).parent.mkdir(exist_ok=True)

@@ -31,7 +31,7 @@ def filled(text: str, pieces: dict[int, str]) -> str:
 
     def replacement(match: re.Match[str]) -> str:
         number = int(match[1])
-        return f"[{pieces[number]}]" if number in pieces else match[0]
+        return f"[{pieces[number] or 'nothing'}]" if number in pieces else match[0]
 
     return GAP.sub(replacement, text)
 

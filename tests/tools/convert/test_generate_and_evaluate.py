@@ -26,7 +26,7 @@ def test_gaps_are_filled_by_their_names():
     spans.check_gaps(PROMPT)
     pieces = spans.fillings("<extra_id_0> cute dog <extra_id_1> the <extra_id_0> again <extra_id_2>")
     assert spans.filled(PROMPT, pieces) == "The [cute dog] walks in [the] park."
-    assert spans.filled(PROMPT, {1: ""}) == "The <extra_id_0> walks in [] park."
+    assert spans.filled(PROMPT, {1: ""}) == "The <extra_id_0> walks in [nothing] park."
     text = spans.without_special("<pad><extra_id_0> a</s>", ["<pad>", "</s>", "<extra_id_0>"])
     assert spans.fillings(text) == {0: "a"}
 

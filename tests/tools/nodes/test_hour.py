@@ -11,7 +11,7 @@ from support import REPO_ROOT
 
 README = (REPO_ROOT / "README.md").read_text()
 # The packages are lent: to install torch takes gigabytes, and the hosts reach no index.
-INSTALL = "python3 -m t5bench.sweep.venv requirements.txt"
+INSTALL = "bash scripts/setup_environment.sh"
 PACKAGES = sysconfig.get_path("purelib")
 LEND = f"""{sys.executable} -m venv --without-pip .venv
 for site in .venv/lib/python*/site-packages; do printf '%s\\n' '{PACKAGES}' >"$site/lent.pth"; done"""
