@@ -159,7 +159,7 @@ def make_wheel(directory: Path, name: str, version: str, module: str = "") -> No
             wheel.writestr(path, text)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_without_an_index_a_wheel_directory_is_enough(project: Project, tmp_path: Path):
     """Its build of torch is used and named, and whatever else it lacks is named."""
     wheels = tmp_path / "the wheels"
@@ -180,6 +180,7 @@ def test_without_an_index_a_wheel_directory_is_enough(project: Project, tmp_path
     assert "pip may use no index, and its wheel directory lacks absent==1.0" in result.stderr
 
 
+@pytest.mark.nightly
 def test_an_environment_is_made_again_when_its_python_was_removed(project: Project):
     links = project.root / ".venv" / "bin"
     links.mkdir(parents=True)
