@@ -1,4 +1,4 @@
-"""``python -m t5bench COMMAND``: a command is a module with ``run(arguments)``, perhaps with ``add_arguments(parser)``.
+"""``python -m t5bench COMMAND``: a command is a module with ``run(arguments)``; command_lines.py says what it takes.
 
 ``run`` returns the exit status. A Problem that it raises is printed with its remedy, and the exit status is 2.
 """
@@ -12,7 +12,8 @@ from io import TextIOWrapper
 from typing import NoReturn
 
 from t5bench import EXIT_CONFIGURATION, Problem, discard, note
-from t5bench.packages import imported
+from t5bench.command_lines import ARGUMENTS
+from t5bench.packages import imported, missing_packages_named
 
 # What --help shows: the groups, and of each command its module and its line. Only the chosen command's module is
 # imported: the recorder starts with every launch and must not wait for the libraries that draw pages.
@@ -108,6 +109,16 @@ class Parser(argparse.ArgumentParser):
         raise Problem(message, f"{self.prog} --help shows the arguments")
 
 
+def add_arguments(name: str, module_name: str, parser: argparse.ArgumentParser) -> None:
+    """Adds a command's own. Without packages wherever the command can be explained without them. Raises Problem."""
+    if name in ARGUMENTS:
+        ARGUMENTS[name](parser)
+        return
+    module = imported(module_name)
+    if hasattr(module, "add_arguments"):
+        module.add_arguments(parser)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     words = with_the_name_of_today(sys.argv[1:] if arguments is None else arguments)
     parser = Parser(
@@ -126,12 +137,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name, (module_name, summary) in COMMANDS.items():
             command = commands.add_parser(name, description=summary)
             if words[:1] == [name]:
-                module = imported(module_name)
-                command.set_defaults(execute=module.run)
-                if hasattr(module, "add_arguments"):
-                    module.add_arguments(command)
+                add_arguments(name, module_name, command)
         chosen = parser.parse_args(words)
-        status = chosen.execute(chosen)
+        module = imported(COMMANDS[chosen.command][0])
+        with missing_packages_named():
+            status = module.run(chosen)
         if sys.stdout:
             sys.stdout.flush()
     except Problem as problem:

@@ -3,11 +3,12 @@
 A FIFO or a terminal would be waited for, and /dev/zero has no end, so only regular files are read.
 """
 
+import json
 import os
 import stat
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NoReturn
 
 from t5bench import Problem
 
@@ -46,6 +47,32 @@ def read_text(path: Path, remedy: str = "", most: int = MOST_BYTES) -> str:
         return read_file(path, remedy, most).decode("utf-8")
     except UnicodeDecodeError as error:
         raise Problem(f"{path} is no text: {error}", remedy) from error
+
+
+def read_object(path: Path, remedy: str = "") -> dict[str, Any]:
+    """A JSON object, read without packages. Raises Problem."""
+    content = read_text(path, remedy)
+    if not content.strip():
+        raise Problem(f"{path} is empty", remedy)
+    try:
+        found = json.loads(content, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise Problem(f"{path} cannot be read: {error}", remedy) from error
+    if not isinstance(found, dict):
+        raise Problem(f"{path} cannot be read: it holds {type(found).__name__}, not an object", remedy)
+    return found
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+def number_within(content: Any, name: str, least: float, most: float) -> float:
+    """A field of a JSON object that is a number of this range. Raises ValueError."""
+    value = content.get(name) if isinstance(content, dict) else None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
+        raise ValueError(f"{name} must be a number of {least:g} to {most:g}, and is {value!r}")
+    return float(value)
 
 
 def read_json(path: Path, kind: Any, remedy: str = "") -> Any:

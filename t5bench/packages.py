@@ -4,6 +4,8 @@ Nothing in this package imports them by an import statement: they know the harne
 """
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from types import ModuleType
 
@@ -21,12 +23,19 @@ FOLDERS = {
 
 def imported(name: str) -> ModuleType:
     """The module of this name. Raises Problem where its package, or one that it needs, is missing."""
-    package = name.partition(".")[0]
-    try:
+    with missing_packages_named():
         return import_module(name)
+
+
+@contextmanager
+def missing_packages_named() -> Iterator[None]:
+    """A package that this Python lacks is a Problem in this block, with what installs it."""
+    try:
+        yield
     except ModuleNotFoundError as error:
-        if error.name == package and package in FOLDERS:
-            folder = FOLDERS[package]
+        name = (error.name or "").partition(".")[0]
+        if name in FOLDERS:
+            folder = FOLDERS[name]
             remedy = f"In a clone of this repository, run: pip install . packages/{folder}"
             raise Problem(f"this needs a package of its own, {folder}, which is not installed", remedy) from error
         remedy = f"Run: pip install -r '{REPOSITORY}/requirements.txt', or activate the environment that has it"

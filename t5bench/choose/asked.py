@@ -16,7 +16,7 @@ from t5bench.costmodel.prediction import LATENCY
 from t5bench.costmodel.presets import PRESETS
 from t5bench.costmodel.time import CPU
 from t5bench.costmodel.transformers_config import architecture_of
-from t5bench.given_files import read_json
+from t5bench.given_files import read_object
 from t5bench.plan.families import FAMILIES
 from t5bench.plan.forecast import GIGABITS, gpu_here, padded_vocabulary
 from t5bench.plan.launchers import ALONE, ENGINES, without_layout
@@ -33,7 +33,8 @@ ZERO = ("zero1", "zero2", "zero3", "zero3_offload")
 
 
 def add_machine(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--device", default="", help="a GPU's name, as in nvidia-smi or in this project")
+    """The GPU, its host and its network."""
+    parser.add_argument("--device", default="", help="a GPU's name, as in nvidia-smi (default: this machine's)")
     link = f"a node's link in Gbit/s (default: {GIGABITS:g})"
     latency = f"latency between nodes in microseconds (default: {LATENCY * 1e6:g})"
     network = "the file that check_cluster.sh --network wrote, instead of --link and --latency"
@@ -42,6 +43,10 @@ def add_machine(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--network", type=Path, metavar="FILE", help=network)
     host = "the file that check_cluster.sh --host wrote: what an operator costs the hosts"
     parser.add_argument("--host", type=Path, metavar="FILE", help=host)
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """What is trained, and how it is answered."""
     known = " ".join(PRESETS)
     model = f"a preset (tiny, small, base or large), a config.json of Transformers, or published dimensions: {known}"
     parser.add_argument("--model", help=model)
@@ -74,7 +79,7 @@ def architecture_named(model: str | None) -> Architecture | None:
     if not model or not model.endswith(".json"):
         return PRESETS.get(model or "")
     remedy = "Give a config.json of Transformers that is one model's"
-    content = read_json(Path(model), dict, remedy)
+    content = read_object(Path(model), remedy)
     try:
         return architecture_of(content)
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:

@@ -10,6 +10,7 @@ from t5bench import Problem, note
 from t5bench.arguments import at_least
 from t5bench.choose.asked import (
     add_machine,
+    add_model,
     asked_model,
     asked_size,
     default_batch,
@@ -31,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     whole = at_least(1)
     parser.add_argument("--gpus", help="one or more numbers of GPUs: 8,64,512,4096")
     add_machine(parser)
+    add_model(parser)
     parser.add_argument("--per-node", type=whole, default=8, help="GPUs per node (default: %(default)s)")
     batch = "samples per iteration (default: GLOBAL_BATCH_SIZE, but at least one per GPU)"
     parser.add_argument("--global-batch", type=whole, help=batch)

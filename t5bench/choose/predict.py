@@ -6,12 +6,14 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from statistics import geometric_mean
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 from t5bench import Problem, note
 from t5bench.arguments import at_least
 from t5bench.choose.asked import (
     add_machine,
+    add_model,
     architecture_named,
     device_for,
     host_of,
@@ -20,12 +22,9 @@ from t5bench.choose.asked import (
     settings_of,
     vocabulary_of,
 )
-from t5bench.choose.calibration import Calibrated, MeasuredTime, calibrate
-from t5bench.compare.comparable import gpu_names
-from t5bench.compare.rows import Row, make_row
 from t5bench.costmodel import schedule, time
 from t5bench.costmodel.job import Job
-from t5bench.costmodel.machine import GIB, Link, device_of
+from t5bench.costmodel.machine import GIB
 from t5bench.costmodel.memory import activation_bytes, in_flight
 from t5bench.costmodel.prediction import Prediction, with_link
 from t5bench.costmodel.presets import NOTES
@@ -35,7 +34,9 @@ from t5bench.plan.launchers import all_declarations, declarations, with_slurm_ho
 from t5bench.plan.planner import plan
 from t5bench.printed_table import table
 from t5bench.record.plan import Plan, Strategy
-from t5bench.record.records import load
+
+if TYPE_CHECKING:
+    from t5bench.compare.rows import Row
 
 THEIR_GRID = Path("its own")  # of --choice without a file
 
@@ -43,6 +44,7 @@ THEIR_GRID = Path("its own")  # of --choice without a file
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", nargs="*", type=Path, help="run directories (default: the current settings)")
     add_machine(parser)
+    add_model(parser)
     calibrate = "calibrate the machine's speed with this run; with several, repeat the option"
     parser.add_argument("--calibrate", type=Path, action="append", metavar="RUN", help=calibrate)
     link = "the link's speed in that run (default: --link)"
@@ -91,23 +93,24 @@ def predict(args: argparse.Namespace) -> int:
         raise Problem("--gpus and --rank say what --execute executes, and it is not given", remedy)
     if args.model in NOTES:
         note(f"{args.model}: {NOTES[args.model]}")
-    calibrated = calibration(args) if args.calibrate else None
+    calibrated = None
+    slower = None
+    if args.calibrate:
+        calibrated = measured().calibration(args)
+        slower = calibrated.slower
     entries = []
     refused = {}
     for its_plan, row in plans_and_rows(args):
         reason = why_not(args, its_plan)
         if reason:
             refused[its_plan.strategy.name] = reason
-        else:
-            prediction = predicted(args, its_plan, row, calibrated.slower if calibrated else None)
-            if calibrated and calibrated.known:
-                on = calibrated.known.machine(prediction.machine)
-                prediction = replace(prediction, machine=on, directions=calibrated.known.directions)
-            entries.append(Entry(prediction, row))
+            continue
+        prediction = measured().predicted_run(args, row, slower) if row else predicted(args, its_plan, slower)
+        entries.append(Entry(calibrated.applied(prediction) if calibrated else prediction, row))
     if not entries:
         raise Problem("no strategy can run with these settings", "\n".join(dict.fromkeys(refused.values())))
     if calibrated:
-        calibrated.check(entries)
+        calibrated.check([entry.prediction for entry in entries])
     if args.json:
         machine = asdict(entries[0].prediction.machine)
         content = [entry.prediction.to_json() | {"measured": entry.compared()} for entry in entries]
@@ -133,10 +136,15 @@ def against_others(args: argparse.Namespace) -> int:
     return 0
 
 
-def plans_and_rows(args: argparse.Namespace) -> list[tuple[Plan, Row | None]]:
+def measured() -> ModuleType:
+    """What reads records, and needs packages for it: a question about settings alone is answered without them."""
+    return imported("t5bench.choose.measured")
+
+
+def plans_and_rows(args: argparse.Namespace) -> list[tuple[Plan, "Row | None"]]:
     """The plans to predict: of the runs, with what they measured, or of every strategy with the current settings."""
     if args.runs:
-        rows = [measured_row(directory) for directory in args.runs]
+        rows = [measured().measured_row(directory) for directory in args.runs]
         return [(row.run.plan, row) for row in rows]
     return [(plan, None) for plan in planned(args.model)]
 
@@ -197,27 +205,18 @@ def schedules_beside(prediction: Prediction) -> list[dict[str, str | float]]:
     return rows
 
 
-def predicted(
-    args: argparse.Namespace, plan: Plan, row: Row | None, slower: float | None = None, link: Link | None = None
-) -> Prediction:
-    """A plan's prediction. row: the run that was made of it, which knows its vocabulary, GPU and batch."""
-    if row:
-        name = row.label
-        device = device_for(plan, args.device or gpu_names(row.run))
-        vocabulary = row.run.padded_vocab_size or vocabulary_of(plan, args.vocabulary)
-        job = Job.of_plan(plan, vocabulary, round(row.batch))
-    else:
-        name = plan.strategy.name
-        device = device_for(plan, args.device)
-        job = Job.of_plan(plan, vocabulary_of(plan, args.vocabulary))
-        architecture = architecture_named(args.model)
-        if architecture:
-            job = replace(job, architecture=architecture)
+def predicted(args: argparse.Namespace, plan: Plan, slower: float | None = None) -> Prediction:
+    """A plan's prediction. Raises Problem."""
+    device = device_for(plan, args.device)
+    job = Job.of_plan(plan, vocabulary_of(plan, args.vocabulary))
+    architecture = architecture_named(args.model)
+    if architecture:
+        job = replace(job, architecture=architecture)
     if slower is None and device is not CPU:
         slower = 1.0
-    between = link or link_of(args.network, args.link, args.latency)
+    between = link_of(args.network, args.link, args.latency)
     machine = with_link(device, between, job.parallel.devices_per_node, host_of(args.host))
-    return Prediction.of_plan(plan, job, machine, slower, name)
+    return Prediction.of_plan(plan, job, machine, slower, plan.strategy.name)
 
 
 def why_not(args: argparse.Namespace, plan: Plan) -> str:
@@ -267,16 +266,11 @@ def only_elsewhere(args: argparse.Namespace) -> list[str]:
         if reason:
             sentences.append(f"{strategy.name} needs ENGINE={engine}, and there: {reason}")
             continue
-        prediction = predicted(args, its_plan, None)
+        prediction = predicted(args, its_plan)
         size = f"{prediction.memory_bytes / GIB:.2f} GiB"
         takes = f"{prediction.time.total:.4g} s and {size}" if prediction.time else size
         sentences.append(f"{strategy.name} needs ENGINE={engine}, and would take {takes}.")
     return sentences
-
-
-def measured_row(directory: Path) -> Row:
-    run = load(directory)
-    return make_row("/".join(directory.resolve().parts[-2:]), [run])
 
 
 @dataclass(frozen=True)
@@ -284,7 +278,7 @@ class Entry:
     """A prediction, and the row of the runs that it is held against."""
 
     prediction: Prediction
-    row: Row | None
+    row: "Row | None"
 
     def compared(self) -> dict[str, tuple[float, float]]:
         """(measured, predicted) by what: seconds of an iteration, MB of the mean node, memory of the fullest GPU."""
@@ -303,56 +297,6 @@ class Entry:
         if row.on_gpu and row.peak_memory:
             pairs["allocated GiB"] = (max(row.peak_memory.values()) / 1024, prediction.memory.peak / GIB)
         return pairs
-
-
-@dataclass(frozen=True)
-class Calibration:
-    """What a measured run says of its machine."""
-
-    run: Path
-    slower: float
-    """How many times as long computing takes as the device's own figures say, as far as they are known."""
-    is_of_cpu: bool
-    known: Calibrated | None = None
-    """What runs on GPUs say of their hosts, too."""
-
-    def check(self, entries: Sequence[Entry]) -> None:
-        """Raises Problem where an entry is for another kind of device."""
-        if any((entry.prediction.machine.device is CPU) != self.is_of_cpu for entry in entries):
-            ran, other = ("CPUs", "GPUs") if self.is_of_cpu else ("GPUs", "CPUs")
-            raise Problem(f"{self.run} ran on {ran}, which says nothing about {other}", "Calibrate with another run")
-
-
-def calibration(args: argparse.Namespace) -> Calibration:
-    """Raises Problem."""
-    measured = [measured_time(args, path) for path in args.calibrate]
-    first = args.calibrate[0]
-    is_of_cpu = measured[0].machine.device is CPU
-    try:
-        if is_of_cpu:
-            # A CPU's speed is unknown before, so a single factor says nearly all that there is.
-            factors = [time.calibrated(run.job, run.machine, run.seconds, run.backend) for run in measured]
-            return Calibration(first, geometric_mean(factors), is_of_cpu)
-        known = calibrate(measured)
-    except ValueError as error:
-        found = f"{' '.join(map(str, args.calibrate))} was faster than its link allows: {error}"
-        raise Problem(found, "Give its link's speed: --calibrate-link GBIT") from error
-    return Calibration(first, known.slower, is_of_cpu, known)
-
-
-def measured_time(args: argparse.Namespace, path: Path) -> MeasuredTime:
-    """A run's time, and the machine that it ran on. Raises Problem."""
-    row = measured_row(path)
-    if not row.milliseconds:
-        raise Problem(f"{path} has no measured iterations", "Calibrate with a complete run")
-    is_known = not row.on_gpu or device_of(gpu_names(row.run) or "")
-    of_the_run = argparse.Namespace(**vars(args) | {"device": "" if is_known else args.device})
-    link = None
-    if args.calibrate_network or args.calibrate_link:
-        latency = None if args.calibrate_network else args.latency
-        link = link_of(args.calibrate_network, args.calibrate_link, latency)
-    prediction = predicted(of_the_run, row.run.plan, row, link=link)
-    return MeasuredTime(prediction.job, prediction.machine, row.milliseconds.median / 1000, prediction.backend)
 
 
 def show(entries: Sequence[Entry], refused: Mapping[str, str], elsewhere: Sequence[str]) -> None:

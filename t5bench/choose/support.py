@@ -7,10 +7,8 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import msgspec
-
 from t5bench import REPOSITORY, Problem
-from t5bench.given_files import read_json
+from t5bench.given_files import read_object
 from t5bench.plan.launchers import ENGINES, all_declarations
 from t5bench.plan.planner import plan
 from t5bench.plan.settings import lacks
@@ -76,29 +74,15 @@ ADDITIONS: Sequence[Addition] = (
 PROVED = REPOSITORY / "docs" / "generated" / "proved.json"  # by `python -m t5bench prove --all --json`
 
 
-class ProvedLayout(msgspec.Struct):
-    """A layout in whose step every gradient is summed once."""
-
-    family: str
-    strategy: str
-    addition: str
-    ranks: int
-    findings: list[str]
-
-
-class ProvedLayouts(msgspec.Struct):
-    rows: list[ProvedLayout]
-
-
 def proved(family: str, columns: Sequence[Strategy]) -> str:
     """The table's line that says for how many ranks each strategy is proved."""
     remedy = f"python -m t5bench prove --all --json > {PROVED.relative_to(REPOSITORY)}"
-    rows = read_json(PROVED, ProvedLayouts, remedy).rows
+    rows = read_object(PROVED, remedy)["rows"]
     cells = []
     for strategy in columns:
-        own = [row for row in rows if (row.family, row.strategy, row.addition) == (family, strategy.name, "")]
-        sizes = sorted(row.ranks for row in own)
-        is_proved = own and not any(row.findings for row in own)
+        own = [row for row in rows if (row["family"], row["strategy"], row["addition"]) == (family, strategy.name, "")]
+        sizes = sorted(row["ranks"] for row in own)
+        is_proved = own and not any(row["findings"] for row in own)
         cells.append(f"{sizes[0]} to {sizes[-1]:,} ranks" if is_proved else "-")
     return f"| every gradient summed once ([proved](../parity.md#before-the-first-step)) | {' | '.join(cells)} |"
 
@@ -112,7 +96,7 @@ def refusal(strategy: Strategy, engine: str, family: str, settings: Mapping[str,
 
 def _reason(obstacle: Problem, strategy: Strategy) -> str:
     """A sentence that is the same for every strategy."""
-    without_file = re.sub(r"^\S+\.json: ", "", obstacle.found)
+    without_file = re.sub(r"^.*\.json: ", "", obstacle.found)  # its place depends on the checkout's
     sentence = re.sub(rf"\b{strategy.name}\b", "the strategy", without_file)
     return sentence[0].upper() + sentence[1:] + "."
 

@@ -480,18 +480,6 @@ def locations(directories: Sequence[Path], baseline: Path | None) -> str:
     return "\n".join(lines)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("runs", nargs="*", type=Path, metavar="RUN", help="a run directory")
-    parser.add_argument("--baseline", type=Path, metavar="DIR", help="compare with this run (default: the first DDP)")
-    parser.add_argument("--reference", type=Path, metavar="DIR", help="also compare with this run, of another engine")
-    parser.add_argument("--outside", type=Path, metavar="FILE", help="native.reference's curves, for the baseline")
-    locate = "say where each run first differs from the baseline (runs with -- --trace)"
-    parser.add_argument("--locate", action="store_true", help=locate)
-    parser.add_argument(
-        "--sensitivity", type=Path, metavar="FILE", help="the recipe's measured sensitivity (alone: print it)"
-    )
-
-
 def run(arguments: argparse.Namespace) -> int:
     """Raises Problem."""
     for named in filter(None, (arguments.baseline, arguments.reference)):

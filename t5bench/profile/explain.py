@@ -8,7 +8,6 @@ import argparse
 import os
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from pathlib import Path
 
 from t5bench import Problem, note
 from t5bench.costmodel import schedule, time
@@ -381,10 +380,6 @@ def _works_longer(rank: ExplainedRank, others: Sequence[ExplainedRank]) -> float
     of_same_stage = [other.working for other in others if other.stage == rank.stage]
     works = rank.working - UNEQUAL_CORES * min(of_same_stage, default=rank.working)
     return rank.asleep - min(other.asleep for other in others) + max(0.0, works)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("runs", nargs="+", type=Path, help="run directories with a profile (PROFILE_ITERATION)")
 
 
 def run(arguments: argparse.Namespace) -> int:

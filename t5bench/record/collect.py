@@ -148,12 +148,6 @@ def _special_files(folder: str, names: Iterable[str]) -> set[str]:
     return {path.name for path in paths if not path.is_file() and (path.is_symlink() or not path.is_dir())}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", type=Path, metavar="RUN", help="the run directory, created if it does not exist")
-    parser.add_argument("sources", nargs="+", metavar="FROM", help="a directory, or host:directory to fetch over ssh")
-    parser.add_argument("--same-run", action="store_true", help="treat the parts as one run, whatever their clocks say")
-
-
 def run(args: argparse.Namespace) -> int:
     try:
         args.run.mkdir(parents=True, exist_ok=True)

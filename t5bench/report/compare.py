@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import mean
 
 from t5bench import Problem
-from t5bench.arguments import at_least
+from t5bench.command_lines import DEFAULT_RUNS
 from t5bench.compare.comparison import Comparison, build
 from t5bench.record import records
 from t5bench.record.files import RecordError
@@ -26,7 +26,6 @@ from t5bench.report.picture import panels, text
 from t5bench.text import steer, visible
 
 DEEPEST = 4  # levels of directories below a named one in which runs are looked for
-DEFAULT_RUNS = "outputs"
 PAGE = "index.html"
 WIDTH_ELSEWHERE = 120  # characters of a line, for a file or a pipe when COLUMNS is unset
 CLEAR_SCREEN = "\x1b[H\x1b[2J"
@@ -37,26 +36,6 @@ FORMATS = {
     "json": lambda comparison: json.dumps(tables.rounded(comparison.to_json()), indent=2) + "\n",
 }
 SUFFIXES = {"markdown": "md", "csv": "csv", "json": "json"}
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_run_arguments(parser)
-    formats = ["terminal", *FORMATS]
-    parser.add_argument("--format", choices=formats, default=formats[0], help="what to print (default: %(default)s)")
-    watch = "redraw the table until every run of the sweep has ended (default: every 5 seconds)"
-    parser.add_argument("--watch", nargs="?", type=at_least(0.1, float), const=5.0, metavar="SECONDS", help=watch)
-    parser.add_argument("--wide", action="store_true", help="print every column and every note")
-    parser.add_argument("--output", type=Path, help="directory for the files (default: 'comparison' next to the runs)")
-
-
-def add_run_arguments(parser: argparse.ArgumentParser) -> None:
-    """What every command over a comparison takes: the runs, and how to compare them."""
-    runs = f"a run directory, or one that contains some (default: {DEFAULT_RUNS})"
-    parser.add_argument("runs", nargs="*", metavar="RUN", help=runs)
-    parser.add_argument("--baseline", default="ddp", metavar="STRATEGY", help="baseline (default: %(default)s)")
-    allow = "allow runs to differ in this, and mark the rows that do"
-    parser.add_argument("--allow", action="append", default=[], metavar="NAME", help=allow)
-    parser.add_argument("--peak-tflops", type=at_least(1e-6, float), metavar="X", help="a GPU's dense peak, for MFU")
 
 
 def compare(arguments: argparse.Namespace) -> Comparison:

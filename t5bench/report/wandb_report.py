@@ -21,7 +21,7 @@ from t5bench.compare.comparison import Comparison
 from t5bench.record.run import Run
 from t5bench.record.wandb import mode
 from t5bench.report import tables
-from t5bench.report.compare import PAGE, add_run_arguments, compare, default_output
+from t5bench.report.compare import PAGE, compare, default_output
 from t5bench.report.drawing import styles
 from t5bench.report.figures import INK, Points, series, thin
 
@@ -62,13 +62,6 @@ BARS = {
     "bytes sent per iteration": Bars("bytes_sent_per_iteration", "bytes_predicted"),
     "elapsed time per iteration": Bars("ms_per_iteration", "ms_predicted"),
 }
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_run_arguments(parser)
-    parser.add_argument("--project", metavar="P", help="the W&B project (default: that of the runs)")
-    place = "directory of `compare`'s page, and for the W&B files (default: 'comparison' next to the runs)"
-    parser.add_argument("--comparison", type=Path, metavar="DIR", help=place)
 
 
 def summary(comparison: Comparison) -> dict[str, Any]:

@@ -55,12 +55,6 @@ LOOKING_SECONDS = 30
 COMPARING_SECONDS = 5
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("directory", type=Path, help="the run directory, which the launcher has prepared")
-    parser.add_argument("node", type=int, help="this node's rank")
-    parser.add_argument("words", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="what to run and record")
-
-
 class Part:
     """This node's part of the record, and the files that hold it; recorded: the plan without secrets."""
 

@@ -38,16 +38,6 @@ NUMBERS = {
 }
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("strategies", nargs="*", help="compared with DDP (default: all)")
-    parser.add_argument("--engine", choices=[MEGATRON, NATIVE], required=True)
-    parser.add_argument("--runs-dir", type=Path, required=True, help="where the runs go; must not exist")
-    parser.add_argument("--locate", action="store_true", help="say where each strategy first differs from DDP")
-    parser.add_argument("--sensitivity", action="store_true", help="only measure what the check can see")
-    parser.add_argument("--blind-spots", action="store_true", help="also measure what the check can see")
-    parser.add_argument("--bf16", action="store_true", help="train in fp32, and then again in bf16")
-
-
 def run(args: argparse.Namespace) -> int:
     """Raises Problem if the check cannot run."""
     never_wait("stdout", "stderr")

@@ -18,7 +18,6 @@ from pathlib import Path
 from statistics import fmean
 
 from t5bench import Interrupted, Problem, note, raise_on_signals
-from t5bench.arguments import at_least
 from t5bench.checkpoint_form import TRACKER
 from t5bench.plan import launchers, run_lock
 from t5bench.plan.engine import extension_locks
@@ -34,25 +33,10 @@ from t5bench.text import steer
 from t5bench.unread import never_wait, wait_for_readers
 
 SECONDS = 0.1  # between looks at a run
-MOST_REPEATS = 10_000
 # Between reports of its progress, each of which reads all of its iterations.
 PROGRESS_SECONDS = 2.0  # on a terminal
 LINE_SECONDS = 30.0  # in a file, where each report is a line
 BAR_WIDTH = 20
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--runs-dir", type=Path, required=True, help="directory of the runs")
-    parser.add_argument("--strategies", default="", help="separated by spaces (default: all)")
-    parser.add_argument(
-        "--repeats",
-        type=at_least(1, most=MOST_REPEATS),
-        default=1,
-        help="runs of each strategy, in another order in each repeat",
-    )
-    parser.add_argument("--retries", type=at_least(0, most=MOST_REPEATS), default=0, help="retries of a failed run")
-    parser.add_argument("--launch", choices=["local", "ssh"], default="local", help="here, or on all hosts")
-    parser.add_argument("--dry-run", action="store_true", help="print what would run")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from t5bench import Problem, note, raise_on_signals
-from t5bench.arguments import at_least
 from t5bench.choose.asked import asked_model, asked_size, default_batch, device_for, host_of, link_of
 from t5bench.choose.search import parity
 from t5bench.choose.search.next_run import Expected, Option, Search, SearchRun, Standing, steps
@@ -28,19 +27,6 @@ CHOSEN = ("TP_SIZE", "PP_SIZE", "MICRO_BATCH_SIZE", "RECOMPUTE", "TRAIN_ITERS", 
 PICTURE = "search.svg"
 SHOWN = 10
 EXIT_NOT_CERTAIN = 3
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--runs-dir", type=Path, required=True, help="directory of the search")
-    parser.add_argument("--runs", type=at_least(1), help="budget: so many runs (default: no limit)")
-    parser.add_argument("--minutes", type=at_least(0.1, float), help="budget: minutes of runs (default: no limit)")
-    parser.add_argument("--iterations", type=at_least(25), default=40, help="of each run (default: %(default)s)")
-    parser.add_argument("--launch", choices=["local", "ssh"], default="local", help="here, or on all hosts")
-    parser.add_argument("--device", default="", help="the hosts' GPU, as in nvidia-smi (default: this machine's)")
-    parser.add_argument("--link", type=at_least(1e-6, float), metavar="GBIT", help="a node's link in Gbit/s")
-    parser.add_argument("--network", type=Path, metavar="FILE", help="what check_cluster.sh --network wrote")
-    parser.add_argument("--host", type=Path, metavar="FILE", help="what check_cluster.sh --host wrote")
-    parser.add_argument("--dry-run", action="store_true", help="print what would run first")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -88,7 +74,7 @@ def launchable(args: argparse.Namespace, planned: Plan, tensor: int | None, pipe
     assert planned.layout
     model = asked_model(argparse.Namespace(model=None, vocabulary=None))
     per_node = planned.layout.nproc_per_node
-    link = link_of(args.network, args.link, None)
+    link = link_of(args.network, args.link, args.latency)
     machine = with_link(device_for(planned, args.device), link, per_node, host_of(args.host))
     space = Space(
         engines=model.engines,

@@ -19,21 +19,11 @@ from native.data import open_data, split_documents
 from native.token_file import TokenFile, Vocabulary
 from t5bench import Problem
 from t5bench.record.plan import Plan
-from t5bench.tools.convert.exported import ExportedModel, add_model_arguments, open_model
+from t5bench.tools.convert.exported import ExportedModel, open_model
 from t5bench.tools.convert.scores import last_words, ordinary_spaces, read_texts, total_loss
 from t5bench.tools.convert.trained import settings_of
 
 MOST_PERPLEXITY = math.exp(700)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model_arguments(parser)
-    parser.add_argument("--data", metavar="PREFIX", help="<prefix>.bin and .idx (default: where the run had them)")
-    parser.add_argument("--samples", type=int, metavar="N", help="a T5's validation samples (default: the run's)")
-    parser.add_argument("--wikitext", type=Path, metavar="FILE", help="word perplexity on WikiText: text or .parquet")
-    parser.add_argument("--lambada", type=Path, metavar="FILE", help="accuracy of last words: .jsonl or .parquet")
-    parser.add_argument("--stride", type=int, metavar="N", help="tokens to score at a time (default: as many as fit)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -29,16 +29,6 @@ DEFAULT_SHARD = "2GB"
 NEW_TOKENS = 64
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", type=Path, help="a run directory with checkpoints, including the files of all its nodes")
-    parser.add_argument("output", type=Path, help="the new directory")
-    parser.add_argument("--iteration", type=int, help="export this checkpoint (default: the newest intact one)")
-    parser.add_argument("--tokenizer", type=Path, help="the tokenizer's directory (default: where the run had it)")
-    parser.add_argument(
-        "--max-shard-size", default=DEFAULT_SHARD, metavar="SIZE", help="largest weights file (default: 2GB)"
-    )
-
-
 def run(arguments: argparse.Namespace) -> int:
     model = TrainedModel.of_run(arguments.run, arguments.iteration)
     export(model, arguments.output, arguments.tokenizer or model.tokenizer, arguments.max_shard_size)

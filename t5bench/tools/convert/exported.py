@@ -46,12 +46,6 @@ class ExportedModel:
         return self.tokenizer(text, add_special_tokens=self.is_t5, verbose=False).input_ids
 
 
-def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", type=Path, help="a run directory with checkpoints, or one that export has written")
-    parser.add_argument("--tokenizer", type=Path, help="the tokenizer's directory (default: where the run had it)")
-    parser.add_argument("--device", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
-
-
 def open_model(arguments: argparse.Namespace) -> ExportedModel:
     """Raises Problem."""
     device = usable_device(arguments.device)

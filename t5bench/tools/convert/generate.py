@@ -8,7 +8,6 @@ import argparse
 import math
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,19 +16,7 @@ from t5bench import Problem
 from t5bench.given_files import read_text
 from t5bench.text import visible
 from t5bench.tools.convert import spans
-from t5bench.tools.convert.exported import ExportedModel, add_model_arguments, open_model
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model_arguments(parser)
-    parser.add_argument("--prompt", action="append", default=[], help="a prompt; may be given several times")
-    parser.add_argument("--prompts", type=Path, metavar="FILE", help="a file, one prompt per line; - is standard input")
-    parser.add_argument("--max-new-tokens", type=int, metavar="N", help="the longest answer (default: 64)")
-    parser.add_argument("--temperature", type=float, metavar="T", help="sample tokens; below 1 favours likely ones")
-    parser.add_argument("--top-k", type=int, metavar="K", help="sample from the K likeliest tokens")
-    parser.add_argument("--top-p", type=float, metavar="P", help="sample from the likeliest tokens of this total share")
-    parser.add_argument("--samples", type=int, default=1, metavar="N", help="answers to sample for each prompt")
-    parser.add_argument("--seed", type=int, default=1234, help="random seed of the sampling (default: 1234)")
+from t5bench.tools.convert.exported import ExportedModel, open_model
 
 
 def run(arguments: argparse.Namespace) -> int:

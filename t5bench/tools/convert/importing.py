@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from t5bench import Problem, note
-from t5bench.arguments import at_least
 from t5bench.costmodel.job import Architecture
 from t5bench.given_files import read_json
 from t5bench.imports import import_transformers
@@ -36,16 +35,6 @@ ACTIVATIONS = ("gelu", "gelu_new")
 NO_PARAMETER = re.compile(r"\.attn\.(masked_)?bias$|^lm_head\.weight$|\.embed_tokens\.weight$")
 INDEX = "model.safetensors.index.json"
 ONE_FILE = "model.safetensors"
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "directory", type=Path, help="config.json, safetensors and a tokenizer, as Transformers saves them"
-    )
-    parser.add_argument("run", type=Path, help="the new directory; the checkpoint will be in RUN/checkpoints")
-    parser.add_argument("--tp", type=at_least(1), default=1, help="tensor-parallel size (default: 1)")
-    parser.add_argument("--pp", type=at_least(1), default=1, help="pipeline-parallel size (default: 1)")
-    parser.add_argument("--precision", choices=DTYPES, default="bf16", help="of the finetuning (default: bf16)")
 
 
 def run(arguments: argparse.Namespace) -> int:

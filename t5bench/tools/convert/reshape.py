@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from t5bench import Problem
-from t5bench.arguments import at_least
 from t5bench.checkpoint_form import TRACKER
 from t5bench.record.checkpoints import RESHAPED_FROM, WEIGHTS_ONLY
 from t5bench.record.files import write_whole
@@ -34,15 +33,6 @@ from t5bench.tools.convert.trained import IMPORTED, TrainedModel, settings_of
 from t5bench.tools.convert.training_state import KINDS, MASTERS, TrainingState, masters_of, optimizer_of
 
 NO_RECORD = "it was imported, and has no record of a training"
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", type=Path, help="a run directory with checkpoints, including the files of all its nodes")
-    parser.add_argument("--tp", type=at_least(1), default=1, help="Megatron's new tensor-parallel size (default: 1)")
-    parser.add_argument("--pp", type=at_least(1), default=1, help="Megatron's new pipeline-parallel size (default: 1)")
-    parser.add_argument("--engine", choices=("native",), help="continue a run of Megatron-DeepSpeed in this engine")
-    parser.add_argument("--iteration", type=int, help="reshape this checkpoint (default: the newest intact one)")
-    parser.add_argument("--output", type=Path, help="the new directory (default: RUN-tpN-ppM, or RUN-native)")
 
 
 def run(arguments: argparse.Namespace) -> int:

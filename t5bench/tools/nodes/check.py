@@ -1,13 +1,4 @@
-"""Checks all nodes at once over ssh, within a minute, and prints one table. About each node: whether it can be reached,
-its limits, memory, disks, kernel log, GPUs and speed. Between nodes: clocks, names, the state of this repository and of
-the engine, libraries, data, GPUs, free ports, and the network as measured with all-reduces.
-
-Below the table come the reasons for failures, PASS or FAIL for each node, and the list for srun's --exclude. Every
-node must have the repository, the data and this shell's Python (PYTHON, else python3) at the same path. With --health
-only the nodes themselves are checked, which takes 30 seconds and needs neither data nor engine.
-
-Exit status: 0 all checks passed, 1 a check failed, 2 wrong use.
-"""
+"""``python -m t5bench cluster``, which scripts/check_cluster.sh calls; its --help says what it does."""
 
 import argparse
 import json
@@ -21,8 +12,6 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-
-import msgspec
 
 from t5bench import Problem
 from t5bench.plan.launchers import ALONE, accepted, declarations
@@ -207,7 +196,7 @@ def measure_network(nodes: Sequence[CheckedNode], python: str, limit: float) -> 
     able[0].findings["network"] = Finding("master")
     hosts = [node.host for node in able]
     by_host = {hosts[int(rank)]: figures for rank, figures in result["pairs"].items()}
-    network = msgspec.convert({**result, "hosts": hosts, "pairs": by_host}, Network)
+    network = Network.of({**result, "hosts": hosts, "pairs": by_host})
     for node in able[1:]:
         node.findings["network"] = Finding(speed_of(network.pairs[node.host]))
     return network
@@ -316,17 +305,6 @@ def verdicts(nodes: Sequence[CheckedNode]) -> str:
 
 
 # ---- the command ---------------------------------------------------------------------------------------------------
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.description = __doc__
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("hosts", nargs="*", metavar="HOST", help="the nodes, the master first")
-    parser.add_argument("--health", action="store_true", help="check only whether each node is healthy")
-    network = "write what was measured of the network into this file, for python -m t5bench predict --network"
-    parser.add_argument("--network", type=Path, metavar="FILE", help=network)
-    host = "train a tiny model on each node, and write what an operator costs its host, for predict --host"
-    parser.add_argument("--host", type=Path, metavar="FILE", help=host)
 
 
 def checked_hosts(hosts: Sequence[str]) -> list[str]:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from t5bench import Problem, note
-from t5bench.arguments import at_least
 from t5bench.printed_table import table
 from t5bench.report.tables import mark, rounded
 from t5bench.text import visible
@@ -26,15 +25,6 @@ from t5bench.tools.verify.trends import (
     scaling_rows,
     title_of,
 )
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    packages = "a package, or a directory with runs"
-    parser.add_argument("places", nargs="+", metavar="PACKAGE", help=packages)
-    price = "price of a GPU (on CPUs, of a process) per hour, in any currency"
-    parser.add_argument("--price", type=at_least(1e-9, float), metavar="AMOUNT", help=price)
-    parser.add_argument("--json", action="store_true", help="for programs")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="also write a page, a .html file")
 
 
 def _table(rows: Sequence[Mapping[str, str]]) -> str:

@@ -29,7 +29,6 @@ from t5bench.record.files import open_file
 from t5bench.record.records import SWEEP, looks_like_run, read_list
 from t5bench.record.run import Run
 from t5bench.report.compare import (
-    add_run_arguments,
     comparison_of,
     load_runs,
     run_directories,
@@ -165,11 +164,6 @@ def archive(files: Mapping[str, bytes]) -> bytes:
             entry.size = len(content)
             tar.addfile(entry, io.BytesIO(content))
     return packed.getvalue()
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_run_arguments(parser)
-    parser.add_argument("-o", "--output", type=Path, required=True, metavar="PACKAGE", help="for example runs.tar.gz")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -263,11 +263,6 @@ def _note_other_commits(commits: set[str]) -> None:
         print(f"note: {told}. To verify with their code: git checkout {visible(others[-1][:FIRST_DIGITS])}")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("package", type=Path, metavar="PACKAGE", help="a file that pack wrote")
-    parser.add_argument("--sha256", default="", metavar="CHECKSUM", help="the package's published checksum")
-
-
 def run(arguments: argparse.Namespace) -> int:
     package = arguments.package
     published_checksum = arguments.sha256.lower()

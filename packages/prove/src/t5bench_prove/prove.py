@@ -13,7 +13,6 @@ from t5bench import Problem
 from t5bench.arguments import at_least
 from t5bench.choose.predict import planned
 from t5bench.choose.support import ADDITIONS, MACHINE, Addition
-from t5bench.compare.parity import EXIT_DIFFERENT
 from t5bench.costmodel.job import Architecture, Job
 from t5bench.imports import import_deepspeed
 from t5bench.plan.launchers import all_declarations
@@ -21,6 +20,7 @@ from t5bench.plan.planner import plan
 from t5bench.printed_table import text_table
 from t5bench.record.plan import Plan
 
+EXIT_NOT_PROVED = 1
 RANKS = (2, 8, 1024)
 MOST_OF_ZERO3 = 64  # ranks by default: DeepSpeed divides every parameter in Python, for all of them
 # With --all: additions are proved on so many ranks, and these change no layout.
@@ -192,7 +192,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(to_json(proofs, refused, with_parameters=arguments.parameters), indent=1))
     else:
         show(proofs, refused, with_parameters=arguments.parameters)
-    return 0 if all(proof.is_proved for proof in proofs) else EXIT_DIFFERENT
+    return 0 if all(proof.is_proved for proof in proofs) else EXIT_NOT_PROVED
 
 
 def to_json(proofs: Sequence[Proof], refused: Mapping[str, str], *, with_parameters: bool) -> dict[str, Any]:
