@@ -4,6 +4,7 @@
 """
 
 import argparse
+import difflib
 import os
 import signal
 import sys
@@ -78,6 +79,8 @@ GROUPS = {
     },
 }
 COMMANDS = {name: command for commands in GROUPS.values() for name, command in commands.items()}
+# Those that take a launcher's settings from the environment. The others are called by scripts that have looked at it.
+READ_SETTINGS = ("predict", "layouts", "ranks", "prove", "search", "sweep")
 # These still work.
 FORMER_NAMES = {"merge": "reshape", "plan": "layouts", "layout": "ranks"}
 
@@ -89,6 +92,23 @@ def with_the_name_of_today(words: Sequence[str]) -> list[str]:
     name = FORMER_NAMES[words[0]]
     note(f"note: {words[0]} is now called {name}; both do the same")
     return [name, *words[1:]]
+
+
+def check_command(name: str) -> None:
+    """Raises Problem for a word that is no command, with the one that it resembles."""
+    if name.startswith("-") or name in COMMANDS:
+        return
+    near = difflib.get_close_matches(name.lower().replace("_", "-"), [*COMMANDS, *FORMER_NAMES], n=1)
+    remedy = "python -m t5bench --help lists the commands"
+    raise Problem(f"there is no command '{name}'", f"Did you mean {near[0]}? {remedy}" if near else remedy)
+
+
+def tell_of_misspelt_settings() -> None:
+    from t5bench.plan.misspelt import TOLD, settings_read_by, warnings_of_misspelt
+
+    if not os.environ.get(TOLD):
+        for warning in warnings_of_misspelt(os.environ, settings_read_by("")):
+            note(warning)
 
 
 def list_of_commands() -> str:
@@ -134,11 +154,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m t5bench", dest="command", required=True, metavar="COMMAND", help=argparse.SUPPRESS
     )
     try:
+        if words:
+            check_command(words[0])
         for name, (module_name, summary) in COMMANDS.items():
             command = commands.add_parser(name, description=summary)
             if words[:1] == [name]:
                 add_arguments(name, module_name, command)
-        chosen = parser.parse_args(words)
+        chosen, unknown = parser.parse_known_args(words)
+        if unknown:
+            remedy = f"python -m t5bench {chosen.command} --help shows the arguments"
+            raise Problem(f"unrecognized arguments: {' '.join(unknown)}", remedy)
+        if chosen.command in READ_SETTINGS:
+            tell_of_misspelt_settings()
         module = imported(COMMANDS[chosen.command][0])
         with missing_packages_named():
             status = module.run(chosen)

@@ -27,6 +27,7 @@ from t5bench.plan import node_checks, run_lock
 from t5bench.plan.engine import offload_device
 from t5bench.plan.interpreter import is_plain, needs_link, path_of_programs, plain_caches, plain_link, torch_elsewhere
 from t5bench.plan.launchers import declaration
+from t5bench.plan.misspelt import TOLD, settings_read_by, warnings_of_misspelt
 from t5bench.plan.planner import plan
 from t5bench.plan.scripts import SCRIPTS, script_defaults, script_values
 from t5bench.plan.settings import full_help, help_lines, short_help, values_from
@@ -268,9 +269,18 @@ def script_settings(name: str, directory: str) -> int:
     for problem, remedy in faults[:1]:
         note(Problem(problem, remedy).report)
         return EXIT_CONFIGURATION
+    tell_of_misspelt(name)
     values["DEFAULT_TOKENIZER"] = DEFAULT_TOKENIZER
-    answer("".join(f"{setting}={shlex.quote(value)}\n" for setting, value in values.items()))
+    assignments = [f"{setting}={shlex.quote(value)}\n" for setting, value in values.items()]
+    answer("".join([*assignments, f"export {TOLD}=1\n"]))
     return 0
+
+
+def tell_of_misspelt(script: str = "") -> None:
+    """Once for all that a script starts."""
+    if not os.environ.get(TOLD):
+        for warning in warnings_of_misspelt(os.environ, settings_read_by(script)):
+            note(warning)
 
 
 def main(words: Sequence[str]) -> int:
@@ -284,6 +294,7 @@ def main(words: Sequence[str]) -> int:
             answer(visible(help_lines(SCRIPTS[subject], script_defaults(subject, os.environ)), "\n") + "\n")
             return 0
     separator = rest.index("--")
+    tell_of_misspelt()
     planned = plan(os.environ, declaration(subject), rest[separator + 1 :], directory)
     if task == "launch":
         return launch(planned, int(rest[0]))

@@ -15,7 +15,7 @@ from t5bench.choose.predict import planned
 from t5bench.choose.support import ADDITIONS, MACHINE, Addition
 from t5bench.costmodel.job import Architecture, Job
 from t5bench.imports import import_deepspeed
-from t5bench.plan.launchers import all_declarations
+from t5bench.plan.launchers import all_declarations, declared
 from t5bench.plan.planner import plan
 from t5bench.printed_table import text_table
 from t5bench.record.plan import Plan
@@ -181,6 +181,11 @@ def prove(case: Case) -> Proof:
 
 def run(arguments: argparse.Namespace) -> int:
     """Raises Problem."""
+    for name in arguments.strategies:
+        strategy = declared(name)
+        family = os.environ.get("MODEL_FAMILY") or "t5"
+        if family not in strategy.families and not arguments.has_everything:
+            raise Problem(f"{name} does not train {family}", f"Set MODEL_FAMILY={strategy.families[0]}")
     to_prove, refused = cases(arguments)
     if not to_prove:
         raise Problem("no strategy's step can be executed", "\n".join(dict.fromkeys(refused.values())) or "Add --ranks")
