@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -73,16 +74,8 @@ OVERFLOW_PROGRAM = Path(__file__).with_name("overflow.py")
 SHAPES_PROGRAM = Path(__file__).with_name("shapes.py")
 TRAINERS_PROGRAM = Path(__file__).with_name("trainers.py")
 TWO_MESHES_PROGRAM = Path(__file__).with_name("two_meshes.py")
-# Code that decides what a cell trains: cells of other code are trained again.
-CODE = (
-    "native/*.py",
-    "packages/ledger/src/t5bench_ledger/modes.py",
-    "packages/ledger/src/t5bench_ledger/pipeline.py",
-    "packages/ledger/src/t5bench_ledger/overflow.py",
-    "packages/ledger/src/t5bench_ledger/shapes.py",
-    "packages/ledger/src/t5bench_ledger/trainers.py",
-    "packages/ledger/src/t5bench_ledger/two_meshes.py",
-)
+# What the native engine trains with; a small program is one file.
+NATIVE_CODE = ("native/*.py", "packages/ledger/src/t5bench_ledger/modes.py")
 
 
 @dataclass(frozen=True)
@@ -167,12 +160,21 @@ def releases_of(text: str, library: str) -> list[str]:
     return found
 
 
-def code_digest() -> str:
+@cache
+def native_digest() -> str:
     found = hashlib.sha256()
-    for pattern in CODE:
+    for pattern in NATIVE_CODE:
         for path in sorted(REPOSITORY.glob(pattern)):
             found.update(path.read_bytes())
-    return found.hexdigest()[:16]
+    return found.hexdigest()
+
+
+def code_digest(strategy: str, mode: Mode) -> str:
+    """Of what decides what a cell trains: cells of other code are trained again. Words for readers are none of it."""
+    program = program_of(strategy, mode)
+    code = hashlib.sha256(Path(program).read_bytes()).hexdigest() if program else native_digest()
+    trained = replace(mode, meaning="", strategies=())
+    return hashlib.sha256(f"{code} {strategy} {trained}".encode()).hexdigest()[:16]
 
 
 def prepare_data(directory: Path) -> Path:
@@ -541,6 +543,12 @@ class Progress:
         note(f"{label}  {describe(cell)}, {cell.seconds:.0f} s; about {left} left")
 
 
+def is_current(cell: Cell) -> bool:
+    """Whether today's code trained it."""
+    modes = [mode for mode in MODES if mode.name == cell.mode and cell.strategy in mode.strategies]
+    return any(cell.code == code_digest(cell.strategy, mode) for mode in modes)
+
+
 def known_cells(column: Column, known: Iterable[Cell]) -> dict[tuple[str, str], Cell]:
     """Those of the column's releases, by strategy and mode."""
     own_torch = "" if column.torch else metadata.version("torch")
@@ -555,7 +563,7 @@ def known_cells(column: Column, known: Iterable[Cell]) -> dict[tuple[str, str], 
 
 
 def measure_column(
-    ledger: Ledger, column: Column, tokenizer: Path, code: str, progress: Progress, known: list[Cell], *, locates: bool
+    ledger: Ledger, column: Column, tokenizer: Path, progress: Progress, known: list[Cell], *, locates: bool
 ) -> None:
     """Adds the cells that are not known yet to those that are, also in the file. Raises Problem."""
     of_column = known_cells(column, known)
@@ -564,6 +572,7 @@ def measure_column(
         for strategy, mode in column.cells:
             label = progress.label(column, strategy, mode)
             before = of_column.get((strategy, mode.name))
+            code = code_digest(strategy, mode)
             if before and before.code == code and not (locates and lacks_place(before, mode)):
                 note(f"{label}  {describe(before)} (known)")
                 continue
@@ -674,19 +683,18 @@ def run(args: argparse.Namespace) -> int:
     output = args.output.resolve()
     data = prepare_data(output / "data")
     ledger = Ledger(read_plans(output, data), output, args.limit)
-    code = code_digest()
     progress = Progress(sum(len(column.cells) for column in wanted))
     known = read_cells(output / "cells.jsonl")
     failed = False
     for column in wanted:
         try:
-            measure_column(ledger, column, data / "tokenizer", code, progress, known, locates=args.locate)
+            measure_column(ledger, column, data / "tokenizer", progress, known, locates=args.locate)
         except Problem as problem:
             note(f"error: {column.name} was not measured: {problem.found}")
             note(f"       {problem.remedy}")
             failed = True
     measured = {
-        (cell.torch, cell.release, cell.strategy, cell.mode): asdict(cell) for cell in known if cell.code == code
+        (cell.torch, cell.release, cell.strategy, cell.mode): asdict(cell) for cell in known if is_current(cell)
     }
     page = args.page or output
     cells = list((kept | measured).values())

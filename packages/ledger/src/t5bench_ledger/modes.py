@@ -198,6 +198,23 @@ MODES = (
         "unequal encoder-decoder", "as unequal targets, with T5", (TRAINER,), shape="unequal encoder-decoder",
     ),
     Mode(
+        "one process", "as equal targets, in one process", (TRAINER,), processes=1, shape="one process",
+    ),
+    Mode(
+        "unequal on one process", "as unequal targets, in one process", (TRAINER,), processes=1,
+        shape="unequal on one process",
+    ),
+    Mode("bart", "as equal targets, with BART", (TRAINER,), shape="bart"),
+    Mode(
+        "encoder-decoder on one process", "as equal targets, with T5, in one process", (TRAINER,), processes=1,
+        shape="encoder-decoder on one process",
+    ),
+    Mode("classifier", "as equal targets, with BERT that classifies samples", (TRAINER,), shape="classifier"),
+    Mode(
+        "classifier on one process", "as classifier, in one process", (TRAINER,), processes=1,
+        shape="classifier on one process",
+    ),
+    Mode(
         "smoothed targets", "as equal targets, with label smoothing", (TRAINER,), shape="smoothed targets",
     ),
     Mode(

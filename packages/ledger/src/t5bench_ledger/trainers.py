@@ -36,6 +36,7 @@ RATE = 0.1
 CLIP_NORM = 0.8
 IGNORED = -100  # a token that is no target
 SMOOTHING = 0.1
+CLASSES = 3
 
 
 @dataclass(frozen=True)
@@ -44,9 +45,10 @@ class Case:
 
     micro_batches: int = 4
     targets: str = "equal"
-    """equal: every sample has as many target tokens; unequal; all: every token is one, also the first of a sample."""
+    """equal: every sample has as many target tokens; unequal; all: every token is one, also the first of a sample;
+    class: a sample has one target, its class."""
     model: str = "llama"
-    """Of transformers: llama, whose loss the Trainer divides, or t5, which divides its own."""
+    """Of transformers: llama, whose loss the Trainer divides, or t5, bart and classifier, which divide their own."""
     smoothing: float = 0.0
     resumes: bool = False
     """Saved after half of the steps, and continued."""
@@ -65,6 +67,12 @@ CASES = {
     "equal targets bf16": Case(),
     "encoder-decoder": Case(model="t5"),
     "unequal encoder-decoder": Case(model="t5", targets="unequal"),
+    "one process": Case(),
+    "unequal on one process": Case(targets="unequal"),
+    "bart": Case(model="bart"),
+    "encoder-decoder on one process": Case(model="t5"),
+    "classifier": Case(model="classifier", targets="class"),
+    "classifier on one process": Case(model="classifier", targets="class"),
     "smoothed targets": Case(smoothing=SMOOTHING),
     "last window": Case(micro_batches_of_epoch=6),
     "continued": Case(resumes=True),
@@ -75,7 +83,7 @@ Batch = dict[str, Tensor]
 
 
 def samples(case: Case, processes: int) -> list[Batch]:
-    """A data set: tokens and targets, [LENGTH] each."""
+    """A data set: tokens, [LENGTH], and targets, [LENGTH], or a class."""
     micro_batches = case.micro_batches_of_epoch or ITERATIONS * case.micro_batches
     generator = torch.Generator().manual_seed(5678)
     made = []
@@ -89,6 +97,8 @@ def samples(case: Case, processes: int) -> list[Batch]:
             targets[:first] = IGNORED
         tokens[0] = number % WORDS
         tokens[1] = number // WORDS  # together they say which sample it is
+        if case.targets == "class":
+            targets = tokens[2] % CLASSES
         made.append({"input_ids": tokens, "labels": targets})
     return made
 
@@ -158,7 +168,7 @@ def must_be_whole(case: Case, steps: Sequence[Batch]) -> None:
 # ---- transformers' Trainer -------------------------------------------------------------------------------------------
 
 
-def language_model(case: Case) -> nn.Module:
+def model_of(case: Case) -> nn.Module:
     import transformers
 
     torch.manual_seed(1234)
@@ -169,6 +179,21 @@ def language_model(case: Case) -> nn.Module:
             dropout_rate=0.0, decoder_start_token_id=0, pad_token_id=0, use_cache=False,
         )  # fmt: skip
         return transformers.T5ForConditionalGeneration(config)
+    if case.model == "bart":
+        config = transformers.BartConfig(
+            vocab_size=WORDS, d_model=WIDTH, encoder_layers=2, decoder_layers=2, encoder_ffn_dim=2 * WIDTH,
+            decoder_ffn_dim=2 * WIDTH, encoder_attention_heads=2, decoder_attention_heads=2, dropout=0.0,
+            max_position_embeddings=2 * LENGTH, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+            decoder_start_token_id=2, init_std=0.1, use_cache=False, attn_implementation="eager",
+        )  # fmt: skip
+        return transformers.BartForConditionalGeneration(config)
+    if case.model == "classifier":
+        config = transformers.BertConfig(
+            vocab_size=WORDS, hidden_size=WIDTH, intermediate_size=2 * WIDTH, num_hidden_layers=2,
+            num_attention_heads=2, max_position_embeddings=LENGTH, hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0, initializer_range=0.1, num_labels=CLASSES, attn_implementation="eager",
+        )  # fmt: skip
+        return transformers.BertForSequenceClassification(config)
     config = transformers.LlamaConfig(
         vocab_size=WORDS, hidden_size=WIDTH, intermediate_size=2 * WIDTH, num_hidden_layers=2, num_attention_heads=2,
         max_position_embeddings=LENGTH, initializer_range=0.1, use_cache=False, attn_implementation="eager",
@@ -180,7 +205,7 @@ def trained_by_trainer(case: Case, directory: Path, *, in_bf16: bool) -> dict[st
     """What the Trainer logs of each step, and what is expected."""
     import transformers
 
-    model = language_model(case)
+    model = model_of(case)
     taken: list[list[Batch]] = [[]]
     losses = []
     norms = []
@@ -219,14 +244,18 @@ def trained_by_trainer(case: Case, directory: Path, *, in_bf16: bool) -> dict[st
     trainer.train()
     if case.resumes:
         logged[0] = 0.0
-        again = Recorded(model=language_model(case), args=arguments, train_dataset=data, callbacks=[Ends()])
+        again = Recorded(model=model_of(case), args=arguments, train_dataset=data, callbacks=[Ends()])
         again.train(resume_from_checkpoint=str(directory / f"checkpoint-{SAVED_AFTER}"))
+    if not dist.is_initialized():  # one process, which the Trainer leaves alone
+        dist.init_process_group("gloo")
     steps = whole_steps([step for step in taken if step])
     must_be_whole(case, steps)
-    is_causal = case.model != "t5"
+    is_causal = case.model == "llama"
 
     def forward(model: nn.Module, batch: Batch) -> Tensor:
         logits = model(**batch).logits
+        if case.targets == "class":
+            return F.cross_entropy(logits.float(), batch["labels"])
         return loss_of(logits, batch["labels"], shifts=is_causal, smoothing=case.smoothing)
 
     expected, expected_norms = plain(
