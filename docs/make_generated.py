@@ -2,8 +2,8 @@
 
 So are the answers of the commands in learn.md, and the README's table of layouts. A test
 (tests/docs/test_generated.py) asks that this changes nothing.
-What comes from runs stays as it is: ledger.json, continuations.json, release_costs.*, the example, the pictures of
-the quick start and that of a search. What launchers read of the ledger is written, too.
+What comes from runs stays as it is: continuations.json, the example, the pictures of the quick start and that of a
+search. What the ledger makes of its cells is written into its package, and for launchers.
 """
 
 import contextlib
@@ -21,8 +21,7 @@ from unittest.mock import patch
 
 from docs import continuations
 from t5bench.__main__ import main as t5bench
-from t5bench.record.ledger import DATA
-from t5bench_ledger import tables, verdicts
+from t5bench_ledger import measure, tables
 
 FOLDER = Path(__file__).resolve().parent / "generated"
 COURSE = FOLDER.parent / "learn.md"
@@ -122,15 +121,12 @@ def with_table(page: str) -> str:
 
 
 def write_all(folder: Path) -> None:
-    cells = json.loads(DATA.read_text())["cells"]
     with without_settings():
         write_printed(folder / "settings.md", "settings")
         write_printed(folder / "support.md", "support")
         write_printed(folder / "published.md", "predict", "--published")
         t5bench(["layouts", "--page", str(folder / "layouts.html")])
-    tables.write(folder, cells)
     continuations.write(folder)
-    verdicts.write_schema(folder)
 
 
 if __name__ == "__main__":
@@ -140,4 +136,4 @@ if __name__ == "__main__":
         write_all(FOLDER)
         COURSE.write_text(with_answers(COURSE.read_text()))
         README.write_text(with_table(README.read_text()))
-        verdicts.write(json.loads(DATA.read_text())["cells"])
+        measure.publish(tables.read(tables.CELLS))

@@ -39,6 +39,10 @@ GROUPS = {
         "wandb": ("t5bench.report.wandb_report", "upload a comparison to its W&B project"),
     },
     "before you run": {
+        "ledger": (
+            "t5bench_ledger.command",
+            "say whether a release of DeepSpeed, torch or transformers trains correctly",
+        ),
         "predict": ("t5bench.choose.predict", "predict what each strategy will cost in memory, bytes and time"),
         "layouts": (
             "t5bench.choose.layouts",
@@ -71,7 +75,6 @@ GROUPS = {
         "import": ("t5bench.tools.convert.importing", "turn a Hugging Face model into a Megatron-DeepSpeed checkpoint"),
     },
     "for maintainers": {
-        "ledger": ("t5bench_ledger.command", "test which DeepSpeed releases train each strategy correctly"),
         "support": ("t5bench.choose.support", "print docs/generated/support.md: which strategies combine with what"),
         "settings": ("t5bench.plan.settings", "print docs/generated/settings.md, the page of all settings"),
         "record": ("t5bench.run.recorder", "write a node's record of a run (the launchers call this)"),

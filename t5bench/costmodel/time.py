@@ -58,7 +58,7 @@ CPU = Device("cpu", "", tensor=0.05, vector=0.05, memory=0, bandwidth=10e9, pcie
 CPU_ADAM = 1e9  # parameters per second of DeepSpeedCPUAdam on one socket
 # DeepSpeed's Python around every tensor of a micro-batch, in operators: gradient hooks, stage 3's fetching and
 # releasing. What DeepSpeed 0.19.8 adds in operators and calls of Python, as the ledger counts them
-# (docs/generated/release_costs.json); that a call costs 6 % of an operator is an estimate.
+# (packages/ledger/src/t5bench_ledger/data/costs.json); that a call costs 6 % of an operator is an estimate.
 HOOK_OPERATORS = {0: 0, 1: 5, 2: 10, 3: 36}
 # FSDP2's for a layer and for the root in a micro-batch: gathering, copying, freeing (counted with TorchDispatchMode;
 # its Python between them is not counted).

@@ -25,9 +25,9 @@ from t5bench.costmodel.layout import Layout
 from t5bench.given_files import Repetition, without_repetition
 from t5bench.plan.draft import Draft
 from t5bench.plan.interpreter import extensions_folder, plain_caches
-from t5bench.plan.releases import ask_costs, ask_ledger
+from t5bench.plan.releases import ask_ledger
 from t5bench.record.ds_config import check_strategy
-from t5bench.record.ledger import WRONG, look_up_torch, version_of
+from t5bench.record.ledger import UNKNOWN, WRONG, look_up, version_of
 from t5bench.record.machine import checksum, installed_version
 from t5bench.text import guard_streams
 
@@ -309,10 +309,6 @@ def check_packages(draft: Draft, config: Mapping[str, Any] | None, layout: Layou
         draft.refuse("deepspeed-release", problem, f"Install the pinned release: {INSTALL}")
     elif answer.said:
         draft.notes.append(f"warning: DeepSpeed {version} may train this strategy wrong: {answer.said}")
-    costs = ask_costs(version, config, micro_batches=layout.micro_batches, pipeline_stages=layout.pp)
-    if costs and answer.verdict != WRONG:
-        counted = "counted on the native engine with a tiny T5: docs/generated/release_costs.md"
-        draft.notes.append(f"DeepSpeed {version}: an iteration of this strategy has {costs} ({counted})")
     return str(answer)
 
 
@@ -320,10 +316,12 @@ def _check_torch(draft: Draft, device: str) -> str:
     """What the ledger says of PyTorch's release for a strategy that needs no DeepSpeed."""
     version = installed_version("torch")
     precision = draft.value("PRECISION_FLAG").lstrip("-") or "fp32"
-    answer = look_up_torch(version or "", draft.strategy.name, precision=precision, resumes=draft.is_on("RESUME"))
+    answer = look_up("torch", version or "", draft.strategy.name, precision=precision, resumes=draft.is_on("RESUME"))
     if answer.verdict == WRONG and device == "cpu":
         problem = f"torch {version} trains this strategy wrong: {answer.said}"
         draft.refuse("torch-release", problem, f"Install the pinned release: {INSTALL}")
+    elif answer.verdict == UNKNOWN:  # most releases are right
+        return UNKNOWN
     elif answer.said:
         measured = "on a CPU, where the ledger measured it, " if device != "cpu" else ""
         draft.notes.append(f"warning: torch {version} may train this strategy wrong: {measured}{answer.said}")

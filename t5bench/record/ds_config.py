@@ -265,7 +265,7 @@ STRATEGY: Options = {
     "weight_quantization": left_out("weights would be rounded"),
     "datastates_ckpt": left_out("RESUME would not find the checkpoint's files"),
     "data_types": {
-        "grad_accum_dtype": at_default(None, "several releases then train another model (docs/generated/ledger.md)"),
+        "grad_accum_dtype": at_default(None, "several releases then train another model (packages/ledger)"),
         "param_dtype": at_default(None, "PRECISION_FLAG decides it"),
         "buffer_dtype": at_default(None, "PRECISION_FLAG decides it"),
         "keep_in_fp32_modules": at_default(None, "PRECISION_FLAG decides it"),

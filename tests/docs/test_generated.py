@@ -22,12 +22,7 @@ def test_writing_all_pages_again_changes_nothing(tmp_path: Path):
     assert written == [
         "continuations.md",
         "layouts.html",
-        "ledger.html",
-        "ledger.json",
-        "ledger.md",
-        "ledger.svg",
         "published.md",
-        "releases.schema.json",
         "settings.md",
         "support.md",
     ]

@@ -198,9 +198,9 @@ def test_deepspeed_that_trains_on_the_last_micro_batch(planter: Planter):
             "DEEPSPEED_0_17_6 names no folder with that release: "
             "pip install --no-deps --no-build-isolation --target FOLDER deepspeed==0.17.6"
         )
-    path = planter.project / "docs" / "generated" / "ledger.json"
+    path = planter.project / "t5bench" / "record" / "wrong_releases.json"
     ledger = path.read_text()
-    path.write_text(json.dumps(json.loads(ledger) | {"cells": []}))
+    path.write_text(json.dumps(json.loads(ledger) | {"exceptions": [["right", "", ""]] * 99}))
     found, said = planter.check("zero1", "zero2", PYTHONPATH=folder)
     path.write_text(ledger)
     assert found.pop(("zero2", "megatron")) == "FAIL", said

@@ -359,36 +359,6 @@ def test_what_the_ledger_says_of_the_installed_release(making, monkeypatch, verd
     assert asked[-1][1]["resumes"]
 
 
-@pytest.mark.parametrize(
-    ("strategy", "release", "settings", "said"),
-    [
-        (
-            "zero2",
-            "0.18.5",
-            {},
-            "5.3 times as many operators as under 0.18.4 (since 0.18.5, deepspeed#7885); 0.19.0 is",
-        ),
-        ("zero2", "0.18.6", {"ENGINE": "megatron", "PRECISION_FLAG": ""}, "5.3 times as many operators"),
-        (
-            "zero3",
-            "0.19.5",
-            {},
-            "36 % more bytes in collectives than under 0.19.2 (since 0.19.3, deepspeed#8148)",
-        ),
-        ("zero2", "0.19.8", {}, ""),
-        ("zero3", "0.19.2", {}, ""),
-        ("ddp", "0.18.5", {}, ""),
-    ],
-)
-def test_a_note_says_what_the_installed_release_costs(making, monkeypatch, strategy, release, settings, said):
-    monkeypatch.setattr("t5bench.plan.engine.installed_version", lambda distribution: release)
-    made = making(strategy, **settings)
-    notes = [note for note in made.plan.notes if "release_costs.md" in note]
-    assert len(notes) == bool(said) and made.codes == []
-    if said:
-        assert said in notes[0] and "warning" not in notes[0] and "counted on the native engine" in notes[0]
-
-
 def test_packages_that_are_missing(making, monkeypatch):
     monkeypatch.setattr("t5bench.plan.engine.installed_version", lambda distribution: None)
     assert (making("zero1").codes, making("ddp").codes) == (["no-deepspeed"], [])
@@ -562,10 +532,10 @@ def test_engine_arguments_that_would_make_the_plan_untrue(making, strategy, argu
 def test_what_the_ledger_says_of_the_installed_torch(making, monkeypatch, gpus, codes):
     """It measured on a CPU: there a wrong release is refused, on a GPU it is a warning."""
 
-    def look_up(release: str, strategy: str, **facts: object) -> LedgerAnswer:
+    def look_up(library: str, release: str, strategy: str, **facts: object) -> LedgerAnswer:
         return LedgerAnswer("wrong", "its gradient norm differs") if strategy == "fsdp2" else LedgerAnswer("right")
 
-    monkeypatch.setattr("t5bench.plan.engine.look_up_torch", look_up)
+    monkeypatch.setattr("t5bench.plan.engine.look_up", look_up)
     made = making("fsdp2", gpus=gpus, ENGINE="native")
     assert made.codes == codes
     assert ("on a CPU, where the ledger measured it, its gradient norm differs" in made.said) == bool(gpus)

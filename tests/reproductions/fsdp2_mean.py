@@ -3,7 +3,7 @@
     pip install torch==2.8.0
     torchrun --nproc_per_node 2 fsdp2_mean.py
 
-It must print 1.000. See docs/generated/ledger.md.
+It must print 1.000. See packages/ledger/pages/ledger.md.
 """
 
 import os

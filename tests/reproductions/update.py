@@ -4,7 +4,7 @@
     DS_ACCELERATOR=cpu torchrun --nproc_per_node 2 update.py 2
 
 The loss is linear in the weights, so the gradient is known without a model, and plain SGD with a learning rate of 1
-subtracts it: each line must say 1.000 and at most 0.01 (bf16's rounding). See docs/generated/ledger.md.
+subtracts it: each line must say 1.000 and at most 0.01 (bf16's rounding). See packages/ledger/pages/ledger.md.
 """
 
 import argparse

@@ -90,7 +90,5 @@ def test_a_mistake_in_a_release_is_seen_in_a_shape(tmp_path: Path):
     for name, folder in (("honest", "nothing"), ("changed", "changed")):
         result = run_ledger(tmp_path / name, tmp_path / folder, *few, first_folder=tmp_path / folder)
         assert result.returncode == 0, result.stderr
-        verdicts[name] = {
-            cell["verdict"] for cell in json.loads((tmp_path / name / "ledger.json").read_text())["cells"]
-        }
+        verdicts[name] = {cell["verdict"] for cell in json.loads((tmp_path / name / "cells.json").read_text())["cells"]}
     assert verdicts == {"honest": {RIGHT}, "changed": {WRONG}}

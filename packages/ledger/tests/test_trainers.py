@@ -13,10 +13,9 @@ from support import REPO_ROOT
 
 from t5bench.__main__ import main
 from t5bench.plan.ports import free_port
-from t5bench.record.ledger import DATA
-from t5bench_ledger import environments, judge, trainers
-from t5bench_ledger.command import TRAINERS_PROGRAM, logs, printed_curves
+from t5bench_ledger import environments, judge, tables, trainers
 from t5bench_ledger.judge import RIGHT, WRONG
+from t5bench_ledger.measure import TRAINERS_PROGRAM, logs, printed_curves
 from t5bench_ledger.modes import ACCELERATE, BESIDE, MODES, RELEASES_OF, TRAINER, TRAINERS
 
 # What trainers.py asks of accelerate, in a few lines over DDP: the test needs no release.
@@ -152,26 +151,23 @@ def test_every_case_is_a_mode_that_no_launcher_meets():
 
 
 def test_the_page_has_every_release_of_the_trainers():
-    cells = json.loads(DATA.read_text())["cells"]
+    cells = tables.read(tables.CELLS)
     for library, strategy in (("transformers", TRAINER), ("accelerate", ACCELERATE)):
         own = [cell for cell in cells if cell["strategy"] == strategy]
-        assert {cell["release"] for cell in own} == set(RELEASES_OF[library])
+        assert {cell["release"] for cell in own} >= set(RELEASES_OF[library])
         beside = ", ".join(f"{name} {release}" for name, release in BESIDE[library].items())
         assert {cell["beside"] for cell in own} == {beside}
 
 
 def test_what_the_ledger_says_of_a_trainers_release(capsys):
-    assert main(["ledger", "--answer", "transformers==4.45.2"]) == 0, "no launcher meets it"
+    assert main(["ledger", "--answer", "transformers==4.45.2"]) == 1
     said = capsys.readouterr().out
-    assert "transformers 4.45.2 with torch 2.13.0, on a CPU" in said
-    assert "in unequal targets: gradient norm off by" in said and "transformers/issues/34191" in said
+    assert said.startswith("transformers 4.45.2: Trainer over DDP trains another model with unequal numbers of target")
+    assert "(unequal targets): gradient norm off by" in said and "transformers#34191" in said
     main(["ledger", "--answer", "transformers==5.24.0"])
     said = capsys.readouterr().out
-    assert "in encoder-decoder: gradient norm 8 times as large" in said and "transformers/issues/47688" in said
-    assert main(["ledger", "--answer", "accelerate==1.15.0", "--strategies", "accelerate"]) == 0
-    said = capsys.readouterr().out
-    assert "in last window: gradient norm off by 50 % from iteration 2 on" in said
-    assert main(["ledger", "--answer", "accelerate==99.0"]) == 0
+    assert "(encoder-decoder): gradient norm 8 times as large" in said and "transformers#47688" in said
+    assert main(["ledger", "--answer", "accelerate==99.0"]) == 3
     assert "python -m t5bench ledger --releases accelerate==99.0" in capsys.readouterr().out
 
 
@@ -195,7 +191,7 @@ def test_a_planted_mistake_in_real_releases_is_found(tmp_path):
         # In place of the folder of each release; transformers' own stands behind it.
         result = run_ledger(tmp_path / name, real["transformers"], *few, "--releases", names, first_folder=folder)
         assert result.returncode == 0, result.stderr
-        cells = json.loads((tmp_path / name / "ledger.json").read_text())["cells"]
+        cells = json.loads((tmp_path / name / "cells.json").read_text())["cells"]
         assert len(cells) == 6
         assert {cell["verdict"] for cell in cells} == {verdict}, cells
 
@@ -206,9 +202,9 @@ def test_the_newest_and_the_oldest_release_get_the_verdicts_of_the_page(tmp_path
     output = tmp_path / "output"
     words = ["--strategies", ",".join(TRAINERS), "--releases", ",".join(names), "--output", str(output)]
     assert main(["ledger", *words]) == 0
-    committed = json.loads(DATA.read_text())["cells"]
+    committed = tables.read(tables.CELLS)
     on_page = {(cell["release"], cell["strategy"], cell["mode"]): cell for cell in committed}
-    measured = json.loads((output / "ledger.json").read_text())["cells"]
+    measured = json.loads((output / "cells.json").read_text())["cells"]
     assert measured
     for cell in measured:
         expected = on_page[cell["release"], cell["strategy"], cell["mode"]]

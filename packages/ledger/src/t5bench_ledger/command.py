@@ -1,143 +1,28 @@
-"""``python -m t5bench ledger``: trains every strategy under releases of libraries: which are right?
+"""``ledger``: which releases of libraries train what they are asked to; ``python -m t5bench ledger`` in a checkout.
 
-Each release is installed in a folder of its own (environments.py), and its cells are trained by one process that
-imports it once (worker.py). A cell is compared with DDP, and DDP with one process, by the bounds of the parity check.
-With ``--locate`` a wrong one is trained once more with a trace, which says where it first differs. Finished cells are
-kept: the same command continues after an interruption.
+Answering needs nothing but Python. Measuring needs a checkout with the native engine: measure.py.
 """
 
 import argparse
-import contextlib
-import hashlib
-import json
-import math
-import os
-import signal
-import subprocess
-import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from datetime import timedelta
-from functools import cache
-from importlib import metadata
+import sys
+from collections.abc import Iterable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
-from t5bench import REPOSITORY, Problem, note, raise_on_signals
-from t5bench.compare.traces import first_difference
-from t5bench.plan.launchers import accepted, declared
-from t5bench.plan.ports import free_port
-from t5bench.record.ledger import DATA, size_in_words
-from t5bench.record.log import iterations
-from t5bench.record.plan import Plan
-from t5bench.sweep.launch import Launch, PlannedRun
-from t5bench_ledger import costs, environments, judge, tables, verdicts
-from t5bench_ledger.judge import Curves
-from t5bench_ledger.modes import (
-    ACCELERATE_STAGES,
-    BASELINE,
-    BESIDE,
-    DEEPSPEED_STRATEGIES,
-    FSDP2_TENSOR,
-    HYBRID_PROCESSES,
-    ITERATIONS,
-    MODES,
-    OVERFLOWING,
-    PIPELINE_CLIP_NORM,
-    PIPELINE_CLIPPING,
-    PIPELINE_PROCESSES,
-    PIPELINES,
-    PROCESSES,
-    RELEASES_OF,
-    SAVED_AFTER,
-    SETTINGS,
-    STAGE_0,
-    STRATEGIES,
-    TORCH_STRATEGIES,
-    TRAINER,
-    TRAINERS,
-    TWO_MESHES_PROCESSES,
-    ZERO_STRATEGIES,
-    Mode,
-    arguments,
-    deepspeed_json,
-    library_of,
-    reference_mode,
-)
+from t5bench_ledger import answer
+from t5bench_ledger.answer import NoAnswer
+from t5bench_ledger.modes import MODES, RELEASES_OF, STRATEGIES
 
+UNUSABLE = 2
 # A cell takes seconds; importing DeepSpeed too, but a busy machine may be twenty times slower.
 LIMIT_SECONDS = 180
-PATIENCE_SECONDS = 15
-# They import torch, which the command does not.
-PIPELINE_PROGRAM = Path(__file__).with_name("pipeline.py")
-OVERFLOW_PROGRAM = Path(__file__).with_name("overflow.py")
-SHAPES_PROGRAM = Path(__file__).with_name("shapes.py")
-TRAINERS_PROGRAM = Path(__file__).with_name("trainers.py")
-TWO_MESHES_PROGRAM = Path(__file__).with_name("two_meshes.py")
-# What the native engine trains with; a small program is one file.
-NATIVE_CODE = ("native/*.py", "packages/ledger/src/t5bench_ledger/modes.py")
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One measured cell. torch and python: the versions with which it was trained. seconds: how long that took."""
-
-    release: str  # of the strategy's library; empty if it needs PyTorch alone
-    strategy: str
-    mode: str
-    verdict: str
-    iteration: int | None
-    quantity: str
-    times: float | None
-    sentence: str
-    torch: str
-    python: str
-    seconds: float
-    code: str
-    where: str = ""
-    """Of a wrong cell that was trained again with a trace: where it first differs from DDP, in words."""
-    beside: str = ""
-    """What else a trainer's release was tried with, as "accelerate 1.15.0"; torch has its own field."""
+EPILOG = """exit status of an answer: 0 right, 1 not right in a way that counts, 3 not tried.
+Without --mine, --answer or --show it measures, for which it needs a checkout."""
 
 
 def listed(names: Iterable[str]) -> str:
     """For --help: quoted, because some names have a blank."""
     return ", ".join(f"'{name}'" for name in names).replace("%", "%%")
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    modes = ",".join(mode.name for mode in MODES)
-    releases = "0.18.2 of DeepSpeed, transformers==4.45.2, ..., separated by commas (default: those of the page)"
-    parser.add_argument("--releases", default=",".join(default_releases()), metavar="LIST", help=releases)
-    strategies = f"separated by commas (default: all, {listed(STRATEGIES)})"
-    parser.add_argument("--strategies", default=",".join(STRATEGIES), metavar="LIST", help=strategies)
-    modes_help = f"separated by commas (default: all, {listed(mode.name for mode in MODES)})"
-    parser.add_argument("--modes", default=modes, metavar="LIST", help=modes_help)
-    answers = parser.add_mutually_exclusive_group()
-    mine = "what the ledger knows of the installed releases; trains nothing; exit status 1: launchers meet a fault"
-    answers.add_argument("--mine", action="store_true", help=mine)
-    asked = "the same for a release of DeepSpeed, or torch==, transformers== or accelerate==RELEASE"
-    answers.add_argument("--answer", metavar="RELEASE", help=asked)
-    costs_help = "count what an iteration of ZeRO costs under each release, instead of judging it"
-    parser.add_argument("--costs", action="store_true", help=costs_help)
-    parser.add_argument("--torch", help="releases, each in an environment of its own (default: the running torch)")
-    parser.add_argument("--limit", type=float, default=LIMIT_SECONDS, help="a longer cell hangs (%(default)s s)")
-    locate = "train a wrong cell once more with a trace, and say where it first differs"
-    parser.add_argument("--locate", action="store_true", help=locate)
-    parser.add_argument("--output", type=Path, default=REPOSITORY / "outputs" / "ledger", help="directory of the runs")
-    page = "directory of ledger.md, .html and .json; cells there that are not measured again stay (default: --output's)"
-    parser.add_argument("--page", type=Path, help=page)
-
-
-def chosen(text: str, known: Sequence[str], what: str) -> list[str]:
-    """Raises Problem."""
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    unknown = [name for name in names if known and name not in known]
-    if unknown:
-        raise Problem(f"there is no {what} '{unknown[0]}'", f"Choose from: {', '.join(known)}")
-    if not names:
-        raise Problem(f"no {what} is given", "Leave the option out for all")
-    return names
 
 
 def default_releases() -> list[str]:
@@ -146,562 +31,73 @@ def default_releases() -> list[str]:
     return [release if library == "deepspeed" else f"{library}=={release}" for library, release in named]
 
 
-def releases_of(text: str, library: str) -> list[str]:
-    """The releases of a library in what --releases names. Raises Problem."""
-    found = []
-    for name in chosen(text, (), "release"):
-        whose, _, release = name.rpartition("==")
-        if (whose or "deepspeed") not in RELEASES_OF:
-            raise Problem(
-                f"--releases has no '{whose}'", f"Choose from: {', '.join(RELEASES_OF)}; --torch has PyTorch's"
-            )
-        if (whose or "deepspeed") == library:
-            found.append(release)
-    return found
-
-
-@cache
-def native_digest() -> str:
-    found = hashlib.sha256()
-    for pattern in NATIVE_CODE:
-        for path in sorted(REPOSITORY.glob(pattern)):
-            found.update(path.read_bytes())
-    return found.hexdigest()
-
-
-def code_digest(strategy: str, mode: Mode) -> str:
-    """Of what decides what a cell trains: cells of other code are trained again. Words for readers are none of it."""
-    program = program_of(strategy, mode)
-    code = hashlib.sha256(Path(program).read_bytes()).hexdigest() if program else native_digest()
-    trained = replace(mode, meaning="", strategies=())
-    return hashlib.sha256(f"{code} {strategy} {trained}".encode()).hexdigest()[:16]
-
-
-def prepare_data(directory: Path) -> Path:
-    """The bundled sample as an indexed dataset. Raises Problem."""
-    settings = {"SAMPLE": "1", "TOKENIZER_MODEL": "", "MODEL_FAMILY": "t5", "MEGATRON_DATA_DIR": str(directory)}
-    script = ["bash", str(REPOSITORY / "scripts" / "prepare_xsum_megatron.sh")]
-    result = subprocess.run(script, env=os.environ | settings, capture_output=True, text=True, check=False)
-    if result.returncode:
-        raise Problem("cannot prepare the bundled sample", result.stderr)
-    return directory
-
-
-def processes_of(strategy: str, mode: Mode) -> int:
-    if strategy in PIPELINES:
-        return PIPELINE_PROCESSES
-    if strategy == FSDP2_TENSOR:
-        return TWO_MESHES_PROCESSES
-    return HYBRID_PROCESSES if strategy == "hybrid" else mode.processes
-
-
-def program_of(strategy: str, mode: Mode) -> str:
-    """The small program that trains a cell; "" if the native engine does."""
-    if strategy in PIPELINES:
-        return str(PIPELINE_PROGRAM)
-    if strategy in TRAINERS:
-        return str(TRAINERS_PROGRAM)
-    if strategy == FSDP2_TENSOR:
-        return str(TWO_MESHES_PROGRAM)
-    if mode.shape:
-        return str(SHAPES_PROGRAM)
-    return str(OVERFLOW_PROGRAM) if mode.precision == "fp16" else ""
-
-
-def read_plans(output: Path, data: Path) -> dict[str, Plan]:
-    """The launchers' plans of the strategies that need no DeepSpeed. Raises Problem."""
-    launch = Launch(SETTINGS | {"MEGATRON_DATA_DIR": str(data), "MODEL_FAMILY": "t5"}, arguments=RECIPE)
-    rows = [PlannedRun(name, name, HYBRID_PROCESSES if name == "hybrid" else PROCESSES) for name in TORCH_STRATEGIES]
-    return {row.strategy: accepted(launch.ask(row, output / "plan" / row.name)) for row in rows}
-
-
-def stage_configs() -> dict[str, dict[str, Any]]:
-    """The ZeRO strategies' JSON in ds_configs/. Their launchers' plans would refuse a release that is known to be
-    wrong; the rest of their command line has no effect in the native engine."""
-    folder = REPOSITORY / "ds_configs"
-    return {name: json.loads((folder / declared(name).ds_config).read_text()) for name in ZERO_STRATEGIES}
-
-
-# As in scripts/check_parity.sh: numbers that have no setting.
-RECIPE = ("--adam-beta1", "0.9", "--adam-beta2", "0.9", "--adam-eps", "0.01", "--init-method-std", "0.1")
-
-
-class Worker:
-    """The process that trains a release's cells. Its answers come one a line."""
-
-    def __init__(
-        self, python: Path, folders: Sequence[Path], tokenizer: str, log: Path, library: str = "deepspeed"
-    ) -> None:
-        added = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONFAULTHANDLER": "1"}
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("ab") as errors:
-            self.process = subprocess.Popen(
-                [str(python), "-m", "t5bench_ledger.worker", tokenizer, library],
-                env=environments.environment(folders, added),
-                cwd=log.parent,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-                start_new_session=True,  # one group with the processes that it forks
-            )
-        self.versions = self._answer()
-
-    def _answer(self) -> dict[str, Any]:
-        assert self.process.stdout
-        line = self.process.stdout.readline()
-        return json.loads(line) if line else {"failed": f"its process ended with status {self.process.wait()}"}
-
-    def train(self, cell: Mapping[str, Any]) -> dict[str, Any]:
-        assert self.process.stdin
-        self.process.stdin.write(json.dumps(cell) + "\n")
-        self.process.stdin.flush()
-        return self._answer()
-
-    def end(self) -> None:
-        """Ends it and what it trains, also in the middle of a cell."""
-        with contextlib.suppress(ProcessLookupError):  # it could not import its release
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-
-
-class Ledger:
-    """Trains cells and judges them."""
-
-    def __init__(self, plans: Mapping[str, Plan], output: Path, limit: float) -> None:
-        self.plans = plans  # of the strategies that need no DeepSpeed
-        self.output = output
-        self.limit = limit
-        self.stage_configs = stage_configs()
-        self.references: dict[tuple[str, int, int, bool, bool], Curves] = {}
-
-    def words(self, strategy: str, mode: Mode, directory: Path) -> list[str]:
-        """The command line of a cell, whose JSON is written to its directory."""
-        if strategy in PIPELINES:
-            in_bf16 = ["--bf16"] if mode.precision == "bf16" else []
-            clips = ["--clip-norm", str(PIPELINE_CLIP_NORM)] if mode.name == PIPELINE_CLIPPING else []
-            return ["--stage", str(PIPELINES[strategy]), *in_bf16, *clips]
-        if strategy in TRAINERS:
-            in_bf16 = ["--bf16"] if mode.precision == "bf16" else []
-            by = "trainer" if strategy == TRAINER else "accelerate"
-            stage = str(ACCELERATE_STAGES.get(strategy, 0))
-            checkpoints = str(directory / "checkpoints")
-            return ["--by", by, "--stage", stage, "--case", mode.shape, "--directory", checkpoints, *in_bf16]
-        if strategy == FSDP2_TENSOR:
-            return ["--bf16"] if mode.precision == "bf16" else []
-        if mode.shape:
-            in_bf16 = ["--bf16"] if mode.precision == "bf16" else []
-            return ["--stage", str(OVERFLOWING[strategy]), "--shape", mode.shape, *in_bf16]
-        if mode.precision == "fp16":
-            return ["--stage", str(OVERFLOWING[strategy])]
-        planned = self.plans.get(strategy, self.plans[BASELINE])
-        words = [*planned.arguments.words, *arguments(mode)]
-        if strategy in DEEPSPEED_STRATEGIES:
-            config = self.stage_configs["zero1" if strategy == STAGE_0 else strategy]
-            path = directory / "ds_config.json"
-            path.write_text(json.dumps(deepspeed_json(config, strategy, mode), indent=2))
-            words += ["--deepspeed", "--deepspeed_config", str(path)]
-        return words
-
-    def train(
-        self,
-        worker: Worker,
-        strategy: str,
-        mode: Mode,
-        directory: Path,
-        *,
-        alone: bool = False,
-        with_trace: bool = False,
-        counts: Path | None = None,
-    ) -> dict[str, Any]:
-        """The worker's answer; a mode that resumes trains twice. alone: in one process, with the same batch. counts:
-        where rank 0 writes what an iteration costs."""
-        directory.mkdir(parents=True, exist_ok=True)
-        for log in directory.glob("rank*.log"):
-            log.unlink()
-        words = self.words(strategy, mode, directory)
-        if with_trace:
-            words += ["--trace", "--tensorboard-dir", str(directory / "tensorboard")]
-        cell = {
-            "directory": str(directory),
-            "program": program_of(strategy, mode),
-            "processes": 1 if alone else processes_of(strategy, mode),
-            "poisons_memory": mode.poisons_memory,
-            "counts": str(counts) if counts else "",
-            "limit": self.limit,
-            "patience": PATIENCE_SECONDS,
-        }
-        checkpoints = str(directory / "checkpoints")
-        attempts: list[list[str]] = [[]]
-        if mode.resumes:
-            first = ["--save", checkpoints, "--save-interval", str(SAVED_AFTER), "--exit-interval", str(SAVED_AFTER)]
-            attempts = [first, ["--load", checkpoints]]
-        seconds = 0.0
-        for added in attempts:
-            answer = worker.train(cell | {"words": [*words, *added], "port": str(free_port())})
-            seconds += answer.get("seconds", 0.0)
-            if not has_ended_well(answer):
-                break
-        return answer | {"seconds": seconds}
-
-    def reference(self, worker: Worker, mode: Mode, *, alone: bool) -> Curves:
-        """The baseline's curves in what the mode has in common with it, trained when first needed. Raises Problem.
-
-        alone: the baseline's own reference, which one process trains.
-        """
-        key = (*reference_mode(mode), alone)
-        if key not in self.references:
-            directory = self.train_reference(worker, mode, alone=alone)
-            self.references[key] = curves(directory)
-        return self.references[key]
-
-    def train_reference(self, worker: Worker, mode: Mode, *, alone: bool, with_trace: bool = False) -> Path:
-        """The directory of the baseline's run. Raises Problem."""
-        plain = replace(
-            mode,
-            name="reference",
-            offload=False,
-            fp32_accumulation=False,
-            resumes=False,
-            poisons_memory=False,
-            config={},
-        )
-        name = "-".join(map(str, (*reference_mode(mode), alone, *(["traced"] if with_trace else []))))
-        directory = self.output / "runs" / BASELINE / name
-        answer = self.train(worker, BASELINE, plain, directory, alone=alone, with_trace=with_trace)
-        if not has_ended_well(answer):
-            raise Problem(f"the baseline does not train: {judge.why(logs(directory))}", f"See {directory}")
-        return directory
-
-    def locate(self, worker: Worker, strategy: str, mode: Mode, directory: Path) -> str:
-        """Where a wrong cell, trained again, first differs from its reference, in words."""
-        traced = directory / "traced"
-        if not has_ended_well(self.train(worker, strategy, mode, traced, with_trace=True)):
-            return f"it cannot be traced: {judge.why(logs(traced))}"
-        try:
-            reference = self.train_reference(worker, mode, alone=strategy == BASELINE, with_trace=True)
-            location = first_difference(traced, reference)
-        except Problem as problem:
-            return f"it cannot be traced: {problem.found}"
-        return f"first in {location.place}" if location else "its trace shows no difference beyond rounding"
-
-    def measure(self, worker: Worker, strategy: str, mode: Mode, directory: Path) -> tuple[judge.Verdict, float]:
-        """The verdict on a cell, and the seconds that it took."""
-        answer = self.train(worker, strategy, mode, directory)
-        if answer.get("failed"):
-            return judge.Verdict(judge.DOES_NOT_RUN, sentence=answer["failed"]), 0.0
-        if answer["hangs"]:
-            return judge.Verdict(judge.HANGS, sentence=f"it did not end within {self.limit:.0f} s"), answer["seconds"]
-        if any(answer["statuses"]):
-            return judge.Verdict(judge.DOES_NOT_RUN, sentence=judge.why(logs(directory))), answer["seconds"]
-        if program_of(strategy, mode):
-            measured, reference = printed_curves(directory)
-        else:
-            measured = curves(directory)
-            reference = self.reference(worker, mode, alone=strategy == BASELINE)
-        return judge.judge(measured, reference, "bf16" if mode.precision == "bf16" else "fp32"), answer["seconds"]
-
-
-def has_ended_well(answer: Mapping[str, Any]) -> bool:
-    return not (answer.get("failed") or answer["hangs"] or any(answer["statuses"]))
-
-
-def lacks_place(cell: Cell, mode: Mode) -> bool:
-    """Whether a trace could still say where a cell first differs."""
-    writes_trace = not program_of(cell.strategy, mode) and not mode.resumes
-    return cell.verdict == judge.WRONG and writes_trace and not cell.where
-
-
-def logs(directory: Path) -> list[str]:
-    return [path.read_text(errors="replace") for path in sorted(directory.glob("rank*.log"))]
-
-
-def curves(directory: Path) -> Curves:
-    loss: dict[int, float] = {}
-    norm: dict[int, float] = {}
-    for log in logs(directory):
-        for line in iterations(log.splitlines()):
-            loss[line.iteration] = line.lm_loss if line.lm_loss is not None else float("nan")
-            if line.grad_norm is not None:
-                norm[line.iteration] = line.grad_norm
-    # An optimizer that reports no norm is no fault, as long as the losses are numbers.
-    if all(math.isnan(value) for value in norm.values()) and not any(math.isnan(value) for value in loss.values()):
-        norm = {}
-    return Curves(loss, norm)
-
-
-def printed_curves(directory: Path) -> tuple[Curves, Curves]:
-    """What a small program trained with DeepSpeed, and what it expected."""
-    for line in "\n".join(logs(directory)).splitlines():
-        if line.startswith('{"losses"'):
-            printed = json.loads(line)
-            measured = dict(enumerate(printed["losses"], 1))
-            expected = dict(enumerate(printed["expected"], 1))
-            norms = dict(enumerate(printed.get("norms", []), 1))
-            if all(math.isnan(norm) for norm in norms.values()):
-                norms = {}
-            expected_norms = dict(enumerate(printed.get("expected_norms", []), 1)) if norms else {}
-            return Curves(measured, norms), Curves(expected, expected_norms)
-    return Curves({}, {}), Curves(dict.fromkeys(range(1, ITERATIONS + 1), 1.0), {})
-
-
-def read_cells(path: Path) -> list[Cell]:
-    """The cells that earlier commands measured, the oldest first."""
-    lines = path.read_text().splitlines() if path.exists() else []
-    return [Cell(**json.loads(line)) for line in lines]
-
-
-def read_page(directory: Path) -> dict[tuple[str, ...], dict[str, Any]]:
-    """The cells of a page that was written before, by (torch, release, strategy, mode). Raises Problem."""
-    path = directory / "ledger.json"
-    if not path.exists():
-        return {}
-    try:
-        cells = json.loads(path.read_text())["cells"]
-        return {(cell["torch"], cell["release"], cell["strategy"], cell["mode"]): cell for cell in cells}
-    except (ValueError, KeyError, TypeError) as error:
-        raise Problem(f"{path} is no ledger: {error}", "Move it away, or name another --page") from error
-
-
-def wanted_cells(strategies: Iterable[str], modes: Iterable[str]) -> Iterator[tuple[str, Mode]]:
-    names = list(modes)
-    for strategy in strategies:
-        for mode in MODES:
-            if mode.name in names and strategy in mode.strategies:
-                yield strategy, mode
-
-
-def describe(cell: Cell) -> str:
-    if cell.verdict == judge.WRONG:
-        where = f"; {cell.where}" if cell.where else ""
-        size = size_in_words(tables.off_by(asdict(cell)))
-        return f"wrong from iteration {cell.iteration} on: {cell.quantity} {size}{where}"
-    return f"{cell.verdict}: {cell.sentence}" if cell.sentence else cell.verdict
-
-
-@dataclass(frozen=True)
-class Column:
-    """The cells of one environment."""
-
-    torch: str | None
-    """PyTorch's release; None for the running Python's."""
-    release: str
-    """Of the library; empty for strategies that need PyTorch alone."""
-    cells: Sequence[tuple[str, Mode]]
-    """Strategies and modes."""
-    library: str = "deepspeed"
-    """torch, deepspeed, transformers or accelerate."""
-
-    @property
-    def name(self) -> str:
-        release = self.release if self.library in ("torch", "deepspeed") else f"{self.library} {self.release}"
-        if not self.torch:
-            return release or "torch"
-        return f"{release} torch {self.torch}".strip()
-
-    def folders(self, python: Path) -> list[Path]:
-        """What the release needs before the packages of this Python."""
-        if not self.release:
-            return []
-        needed = {self.library: self.release} | BESIDE[self.library]
-        return [
-            environments.release_folder(release, python, self.torch, library) for library, release in needed.items()
-        ]
-
-
-def columns(args: argparse.Namespace) -> list[Column]:
-    """Raises Problem."""
-    torches: Sequence[str | None] = chosen(args.torch, (), "torch") if args.torch else [None]
-    strategies = chosen(args.strategies, STRATEGIES, "strategy")
-    wanted = list(wanted_cells(strategies, chosen(args.modes, [mode.name for mode in MODES], "mode")))
-    made = []
-    for torch in torches:
-        made.append(Column(torch, "", [cell for cell in wanted if library_of(cell[0]) == "torch"], "torch"))
-        for library in RELEASES_OF:
-            own = [cell for cell in wanted if library_of(cell[0]) == library]
-            made += [Column(torch, release, own, library) for release in releases_of(args.releases, library)]
-    return [column for column in made if column.cells]
-
-
-class Progress:
-    """Counts the cells, and says of each what came out and how long the rest will take."""
-
-    def __init__(self, total: int) -> None:
-        self.total = total
-        self.number = 0
-        self.trained = 0
-        self.trained_seconds = 0.0
-
-    def label(self, column: Column, strategy: str, mode: Mode) -> str:
-        self.number += 1
-        return f"[{self.number:{len(str(self.total))}}/{self.total}] {column.name} {strategy} {mode.name}"
-
-    def tell(self, label: str, cell: Cell, seconds: float) -> None:
-        self.trained += 1
-        self.trained_seconds += seconds
-        left = timedelta(seconds=round(self.trained_seconds / self.trained * (self.total - self.number)))
-        note(f"{label}  {describe(cell)}, {cell.seconds:.0f} s; about {left} left")
-
-
-def is_current(cell: Cell) -> bool:
-    """Whether today's code trained it."""
-    modes = [mode for mode in MODES if mode.name == cell.mode and cell.strategy in mode.strategies]
-    return any(cell.code == code_digest(cell.strategy, mode) for mode in modes)
-
-
-def known_cells(column: Column, known: Iterable[Cell]) -> dict[tuple[str, str], Cell]:
-    """Those of the column's releases, by strategy and mode."""
-    own_torch = "" if column.torch else metadata.version("torch")
-
-    def has_its_torch(cell: Cell) -> bool:
-        if column.torch:  # which build of it is installed does not matter
-            return cell.torch.partition("+")[0] == column.torch.partition("+")[0]
-        return cell.torch == own_torch
-
-    of_release = [cell for cell in known if cell.release == column.release]
-    return {(cell.strategy, cell.mode): cell for cell in of_release if has_its_torch(cell)}
-
-
-def measure_column(
-    ledger: Ledger, column: Column, tokenizer: Path, progress: Progress, known: list[Cell], *, locates: bool
-) -> None:
-    """Adds the cells that are not known yet to those that are, also in the file. Raises Problem."""
-    of_column = known_cells(column, known)
-    with contextlib.ExitStack() as stack:
-        worker = None
-        for strategy, mode in column.cells:
-            label = progress.label(column, strategy, mode)
-            before = of_column.get((strategy, mode.name))
-            code = code_digest(strategy, mode)
-            if before and before.code == code and not (locates and lacks_place(before, mode)):
-                note(f"{label}  {describe(before)} (known)")
-                continue
-            begin = time.monotonic()
-            if worker is None:
-                worker = start_worker(ledger, column, tokenizer)
-                stack.callback(worker.end)
-            cell = measure_cell(ledger, worker, column, strategy, mode, code, locates=locates)
-            known.append(cell)
-            with (ledger.output / "cells.jsonl").open("a") as file:
-                file.write(json.dumps(asdict(cell)) + "\n")
-            progress.tell(label, cell, time.monotonic() - begin)
-
-
-def runs_folder(ledger: Ledger, column: Column) -> Path:
-    return ledger.output / "runs" / column.name.replace(" ", "-")
-
-
-def start_worker(ledger: Ledger, column: Column, tokenizer: Path) -> Worker:
-    """The process of a column, whose releases are installed first. Raises Problem."""
-    python = environments.base_python(column.torch)
-    ledger.references.clear()  # by this torch
-    log = runs_folder(ledger, column) / "worker.log"
-    return Worker(python, column.folders(python), str(tokenizer), log, column.library)
-
-
-def measure_cell(
-    ledger: Ledger, worker: Worker, column: Column, strategy: str, mode: Mode, code: str, *, locates: bool
-) -> Cell:
-    directory = runs_folder(ledger, column) / strategy / mode.name.replace(" ", "-")
-    versions = worker.versions
-    if "failed" in versions:
-        verdict = judge.Verdict(judge.DOES_NOT_RUN, sentence=versions["failed"])
-        seconds = 0.0
-    else:
-        verdict, seconds = ledger.measure(worker, strategy, mode, directory)
-    cell = Cell(
-        column.release, strategy, mode.name, **asdict(verdict), torch=versions.get("torch", column.torch or ""),
-        python=versions.get("python", ""), seconds=round(seconds, 1), code=code,
-        beside=", ".join(f"{name} {versions.get(name, '')}" for name in BESIDE.get(column.library, {})),
-    )  # fmt: skip
-    if locates and lacks_place(cell, mode):
-        cell = replace(cell, where=ledger.locate(worker, strategy, mode, directory))
-    return cell
-
-
-def answer(args: argparse.Namespace) -> int:
-    """What the ledger says of the installed releases, or of a named one. Raises Problem."""
-    releases = verdicts.installed() if args.mine else verdicts.named(args.answer)
-    chosen_strategies = chosen(args.strategies, STRATEGIES, "strategy")
-    said, is_wrong = verdicts.answer(releases, chosen_strategies)
-    print(said)
-    return int(is_wrong)
-
-
-def count_costs(args: argparse.Namespace) -> int:
-    """Counts what releases cost, and writes the page. Raises Problem."""
-    releases = releases_of(args.releases, "deepspeed")
-    strategies = [name for name in chosen(args.strategies, STRATEGIES, "strategy") if name in ZERO_STRATEGIES]
-    output = args.output.resolve()
-    data = prepare_data(output / "data")
-    ledger = Ledger(read_plans(output, data), output, args.limit)
-    python = environments.base_python(None)
-    modes = [mode for mode in MODES if mode.name in costs.MODES_COUNTED]
-    wanted = [(strategy, mode) for strategy in strategies for mode in modes]
-    found: list[costs.Cost] = []
-    torch = ""
-    for number, release in enumerate(releases, 1):
-        folder = environments.release_folder(release, python, None)
-        runs = output / "costs" / release
-        worker = Worker(python, [folder], str(data / "tokenizer"), runs / "worker.log")
-        torch = worker.versions.get("torch", torch)
-        try:
-            for strategy, mode in wanted:
-                found.append(count_cell(ledger, worker, release, strategy, mode, runs))
-        finally:
-            worker.end()
-        note(f"[{number}/{len(releases)}] DeepSpeed {release}: {len(wanted)} ways of training counted")
-    page = args.page or output
-    costs.write(page, found, torch)
-    if page.resolve() == DATA.parent:  # launchers read what a release costs, too
-        verdicts.write(list(read_page(page).values()))
-    note(f"the table: {page / 'release_costs.md'}; also as .json")
-    return 0
-
-
-def count_cell(ledger: Ledger, worker: Worker, release: str, strategy: str, mode: Mode, runs: Path) -> costs.Cost:
-    if "failed" in worker.versions:
-        return costs.Cost(release, strategy, mode.name, {}, worker.versions["failed"])
-    directory = runs / strategy / mode.name
-    counted = directory / "counts.json"
-    counted.unlink(missing_ok=True)
-    answer = ledger.train(worker, strategy, mode, directory, counts=counted)
-    if not has_ended_well(answer):
-        return costs.Cost(release, strategy, mode.name, {}, judge.why(logs(directory)).partition(". ")[0])
-    return costs.Cost(release, strategy, mode.name, json.loads(counted.read_text()))
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = EPILOG
+    answers = parser.add_mutually_exclusive_group()
+    asked = "yes or no for a release of DeepSpeed, or torch==, transformers== or accelerate==RELEASE"
+    answers.add_argument("--answer", metavar="RELEASE", help=asked)
+    answers.add_argument("--mine", action="store_true", help="the same for the installed releases; trains nothing")
+    strategies = f"separated by commas (default: all, {listed(STRATEGIES)})"
+    parser.add_argument("--strategies", default=",".join(STRATEGIES), metavar="LIST", help=strategies)
+    modes = (
+        "of an answer: also ways of training that nobody uses. Measuring: which, separated by commas (default: all, "
+    )
+    every = ",".join(mode.name for mode in MODES)
+    modes_help = f"{modes}{listed(mode.name for mode in MODES)})"
+    parser.add_argument("--modes", nargs="?", const=every, metavar="LIST", help=modes_help)
+    measuring = parser.add_argument_group("measuring")
+    releases = "0.18.2 of DeepSpeed, transformers==4.45.2, ..., separated by commas (default: those of the page)"
+    measuring.add_argument("--releases", default=",".join(default_releases()), metavar="LIST", help=releases)
+    costs_help = "count what an iteration of ZeRO costs under each release, instead of judging it"
+    measuring.add_argument("--costs", action="store_true", help=costs_help)
+    measuring.add_argument("--torch", help="releases, each in an environment of its own (default: the running torch)")
+    measuring.add_argument("--limit", type=float, default=LIMIT_SECONDS, help="a longer cell hangs (%(default)s s)")
+    locate = "train a wrong cell once more with a trace, and say where it first differs"
+    measuring.add_argument("--locate", action="store_true", help=locate)
+    measuring.add_argument("--output", type=Path, help="directory of the runs (default: outputs/ledger)")
+    page = "write the package's data and pages, in which cells that are not measured again stay"
+    measuring.add_argument("--publish", action="store_true", help=page)
+
+
+def chosen(text: str, known: Sequence[str], what: str) -> list[str]:
+    """Raises NoAnswer."""
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    unknown = [name for name in names if known and name not in known]
+    if unknown:
+        raise NoAnswer(f"there is no {what} '{unknown[0]}'", f"Choose from: {', '.join(known)}")
+    if not names:
+        raise NoAnswer(f"no {what} is given", "Leave the option out for all")
+    return names
 
 
 def run(args: argparse.Namespace) -> int:
-    """Raises Problem."""
-    if args.mine or args.answer:
-        return answer(args)
-    raise_on_signals()
-    if args.costs:
-        return count_costs(args)
-    wanted = columns(args)
-    kept = read_page(args.page) if args.page else {}
-    output = args.output.resolve()
-    data = prepare_data(output / "data")
-    ledger = Ledger(read_plans(output, data), output, args.limit)
-    progress = Progress(sum(len(column.cells) for column in wanted))
-    known = read_cells(output / "cells.jsonl")
-    failed = False
-    for column in wanted:
-        try:
-            measure_column(ledger, column, data / "tokenizer", progress, known, locates=args.locate)
-        except Problem as problem:
-            note(f"error: {column.name} was not measured: {problem.found}")
-            note(f"       {problem.remedy}")
-            failed = True
-    measured = {
-        (cell.torch, cell.release, cell.strategy, cell.mode): asdict(cell) for cell in known if is_current(cell)
-    }
-    page = args.page or output
-    cells = list((kept | measured).values())
-    tables.write(page, cells)
-    if page.resolve() == DATA.parent:
-        verdicts.write(cells)
-        verdicts.write_schema(page)
-    note(f"the table: {page / 'ledger.md'}; also as .html, .svg and .json")
-    print(tables.summary(cells))
-    return 1 if failed else 0
+    """The exit status."""
+    try:
+        if not (args.mine or args.answer):
+            return measured(args)
+        releases = answer.installed() if args.mine else answer.named(args.answer)
+        said, status = answer.answer(
+            releases, chosen(args.strategies, STRATEGIES, "strategy"), in_full=args.modes is not None
+        )
+    except NoAnswer as problem:
+        print(f"error: {problem.found}\n       {problem.remedy}", file=sys.stderr)
+        return UNUSABLE
+    print(said)
+    return status
+
+
+def measured(args: argparse.Namespace) -> int:
+    """Trains. Raises NoAnswer outside of a checkout."""
+    if not (find_spec("t5bench") and find_spec("native")):
+        remedy = "In a clone of the repository, run: python -m t5bench ledger. Here it answers: ledger --answer 0.19.8"
+        raise NoAnswer("measuring trains with the native engine, which is not part of this package", remedy)
+    from t5bench_ledger import measure
+
+    return measure.run(args)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="ledger", description="Say which releases train what they are asked to.")
+    add_arguments(parser)
+    return run(parser.parse_args())

@@ -23,6 +23,8 @@ INSTALLATION = {
     "accelerate": ("--no-deps",),
     "transformers": (),
 }
+# Of this package, which need not be installed.
+OWN_FOLDER = Path(__file__).resolve().parents[1]
 BUILD = {"DS_BUILD_OPS": "0", "DS_ACCELERATOR": "cpu"}
 # The last lines of a failed installation.
 LINES_SHOWN = 15
@@ -104,4 +106,4 @@ def release_folder(release: str, python: Path, torch: str | None, library: str =
 def environment(folders: Sequence[Path], added: Mapping[str, str]) -> dict[str, str]:
     """The environment of a process that finds these folders' packages before all others."""
     inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    return inherited | dict(added) | {"PYTHONPATH": os.pathsep.join(map(str, [*folders, REPOSITORY]))}
+    return inherited | dict(added) | {"PYTHONPATH": os.pathsep.join(map(str, [*folders, REPOSITORY, OWN_FOLDER]))}

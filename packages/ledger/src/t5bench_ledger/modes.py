@@ -48,6 +48,18 @@ TORCH_STRATEGIES = (BASELINE, "tensor", "pipeline", "hybrid", "fsdp2")
 STRATEGIES = (*DEEPSPEED_STRATEGIES, *TORCH_STRATEGIES, FSDP2_TENSOR, *TRAINERS)
 STRATEGIES_OF = {"deepspeed": DEEPSPEED_STRATEGIES, "transformers": (TRAINER,), "accelerate": tuple(ACCELERATE_STAGES)}
 
+NAMES = {
+    "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3", "zero3_offload": "ZeRO-3 + offload",
+    STAGE_0: "stage 0", DEEPSPEED_PIPELINE: "DeepSpeed's pipeline (ZeRO-1)",
+    PIPELINE_STAGE_0: "DeepSpeed's pipeline (stage 0)", "ddp": "DDP", "tensor": "Tensor", "pipeline": "Pipeline",
+    "hybrid": "Hybrid", "fsdp2": "FSDP2", FSDP2_TENSOR: "FSDP2 and tensor", "trainer": "Trainer over DDP",
+    "accelerate": "accelerate over DDP", "accelerate zero2": "accelerate over ZeRO-2",
+    "accelerate zero3": "accelerate over ZeRO-3",
+}  # fmt: skip
+LIBRARY = {
+    "deepspeed": "DeepSpeed", "torch": "PyTorch", "transformers": "transformers", "accelerate": "accelerate",
+}  # fmt: skip
+
 PIPELINE_CLIPPING = "pipeline clipping"
 PIPELINE_CLIP_NORM = 0.05  # the norm is 0.15 to 0.20
 
@@ -85,6 +97,7 @@ class Mode:
     # Fresh memory holds not-a-numbers, so that a release that reads memory before it writes it is always found.
     poisons_memory: bool = False
     config: Mapping[str, Any] = field(default_factory=dict)  # what it adds to DeepSpeed's JSON
+    when: str = ""  # in an answer: a trainer is wrong "with label smoothing"
     shape: str = ""  # of shapes.py, or a case of trainers.py; the launchers train none of them
 
     @property
@@ -175,60 +188,72 @@ MODES = (
     ),
     Mode(
         "unequal targets", "fp32, four micro-batches, clipping; 1 to 11 target tokens",
-        (TRAINER, ACCELERATE), shape="unequal targets",
+        (TRAINER, ACCELERATE), shape="unequal targets", when="with unequal numbers of target tokens",
     ),
     Mode(
         "unequal at once", "fp32, one micro-batch, clipping; 1 to 11 target tokens", (TRAINER, ACCELERATE),
-        micro_batches=1, shape="unequal at once",
+        micro_batches=1, shape="unequal at once", when="with unequal numbers of target tokens in one micro-batch",
     ),
     Mode(
         "averaged tokens", "as unequal targets, and the Trainer is told average_tokens_across_devices", (TRAINER,),
-        shape="averaged tokens",
+        shape="averaged tokens", when="with average_tokens_across_devices",
     ),
     Mode(
         "all targets", "as equal targets, but every token is one, also a sample's first, which nothing predicts",
-        (TRAINER,), shape="all targets",
+        (TRAINER,), shape="all targets", when="where a sample's first token is a target",
     ),
-    Mode("equal targets bf16", "as equal targets, in bf16", (TRAINER, ACCELERATE), "bf16", shape="equal targets bf16"),
+    Mode(
+        "equal targets bf16", "as equal targets, in bf16", (TRAINER, ACCELERATE), "bf16", shape="equal targets bf16",
+        when="in bf16",
+    ),
     Mode(
         "encoder-decoder", "as equal targets, with T5, which takes the mean of its loss on its own", (TRAINER,),
-        shape="encoder-decoder",
+        shape="encoder-decoder", when="with T5",
     ),
     Mode(
         "unequal encoder-decoder", "as unequal targets, with T5", (TRAINER,), shape="unequal encoder-decoder",
+        when="with T5 and unequal numbers of targets",
     ),
     Mode(
         "one process", "as equal targets, in one process", (TRAINER,), processes=1, shape="one process",
+        when="on one process",
     ),
     Mode(
         "unequal on one process", "as unequal targets, in one process", (TRAINER,), processes=1,
-        shape="unequal on one process",
+        shape="unequal on one process", when="with unequal numbers of target tokens on one process",
     ),
-    Mode("bart", "as equal targets, with BART", (TRAINER,), shape="bart"),
+    Mode("bart", "as equal targets, with BART", (TRAINER,), shape="bart", when="with BART"),
     Mode(
         "encoder-decoder on one process", "as equal targets, with T5, in one process", (TRAINER,), processes=1,
-        shape="encoder-decoder on one process",
+        shape="encoder-decoder on one process", when="with T5 on one process",
     ),
-    Mode("classifier", "as equal targets, with BERT that classifies samples", (TRAINER,), shape="classifier"),
+    Mode(
+        "classifier", "as equal targets, with BERT that classifies samples", (TRAINER,), shape="classifier",
+        when="with a classifier",
+    ),
     Mode(
         "classifier on one process", "as classifier, in one process", (TRAINER,), processes=1,
-        shape="classifier on one process",
+        shape="classifier on one process", when="with a classifier on one process",
     ),
     Mode(
         "smoothed targets", "as equal targets, with label smoothing", (TRAINER,), shape="smoothed targets",
+        when="with label smoothing",
     ),
     Mode(
         "last window", "as equal targets; an epoch has six micro-batches, so its last step may have two",
-        (TRAINER, ACCELERATE), shape="last window",
+        (TRAINER, ACCELERATE), shape="last window", when="in a short last window",
     ),
     Mode(
         "continued", f"as equal targets; saved after step {SAVED_AFTER} and continued", (TRAINER, ACCELERATE),
-        shape="continued",
+        shape="continued", when="when it is continued",
     ),
-    Mode("split batches", "as equal targets, with split_batches", (ACCELERATE,), shape="split batches"),
+    Mode(
+        "split batches", "as equal targets, with split_batches", (ACCELERATE,), shape="split batches",
+        when="with split_batches",
+    ),
     Mode(
         "dispatched batches", "as equal targets; the first process reads the data for all", (ACCELERATE,),
-        shape="dispatched batches",
+        shape="dispatched batches", when="with dispatch_batches",
     ),
 )  # fmt: skip
 

@@ -1,21 +1,23 @@
-"""What is in t5bench/record/releases.json: which releases train which strategy correctly, in a few kilobytes.
+"""What is in data/releases.json: which releases train which strategy correctly.
 
-Launchers read it (t5bench/record/ledger.py), ``ledger --mine`` does, and other projects may: verdicts.py writes it, and
-its schema from these classes.
+``ledger --answer`` reads it (answer.py), and other projects may: verdicts.py writes it, and its schema from these
+classes. Launchers have a shorter list of their own (gate.py).
 """
 
-from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
-from t5bench.record.ledger import FORMAT, SPAN, VERDICTS
+from t5bench_ledger.spans import SPAN
 
 Software = Literal["deepspeed", "torch", "transformers", "accelerate"]
 Spans = Annotated[
     str,
-    Meta(description=f"releases, separated by blanks; a{SPAN}b is every measured release of the same software, a to b"),
+    Meta(
+        description=f"releases that were tried, separated by blanks; a{SPAN}b is every release of the software that was"
+        " published from a to b (published.json), and each of them was tried"
+    ),
 ]
 
 
@@ -32,6 +34,7 @@ class TrainedMode(msgspec.Struct):
     offload: Annotated[bool, Meta(description="of the optimizer's state to the CPU")]
     resumes: Annotated[bool, Meta(description="whether the training is saved and continued")]
     launchers: Annotated[bool, Meta(description="whether launchers of this project train so")]
+    meaning: str
 
 
 class MeasuredReleases(msgspec.Struct):
@@ -81,15 +84,14 @@ class ReleaseCost(msgspec.Struct, omit_defaults=True, kw_only=True):
         Meta(description="operators that PyTorch runs, copies among them, or bytes that collectives are about"),
     ]
     times: Annotated[float, Meta(description="as many as in the release before; 1.36 is 36 % more")]
-    before: Annotated[str, Meta(description="the last release without the increase")]
-    since: Annotated[str, Meta(description="the first release with it")]
-    last: Annotated[str, Meta(description="the last one that was counted with it, without a break")]
+    before: Annotated[str, Meta(description="the last release without the increase, of those that were counted")]
+    releases: Annotated[Spans, Meta(description="those that were counted with it")]
     mended_in: Annotated[str, Meta(description="the first later release without it, of those that were counted")] = ""
     upstream: Annotated[list[str], Meta(description="issues and pull requests that report it; see upstream below")] = []
 
 
 class ReleaseVerdicts(msgspec.Struct):
-    """Which releases of DeepSpeed and PyTorch train which strategy correctly, measured on CPUs over gloo.
+    """Which releases of four libraries train which strategy correctly, measured on CPUs over gloo.
 
     A release is right in a mode if every loss and gradient norm equals those of DDP (DDP's: one process's) within the
     bounds of docs/parity.md.
@@ -103,14 +105,3 @@ class ReleaseVerdicts(msgspec.Struct):
     upstream: Annotated[
         dict[str, list[str]], Meta(description="of each issue or pull request its address, and what it says")
     ]
-
-
-def read_verdicts(path: Path = VERDICTS) -> ReleaseVerdicts:
-    """Raises OSError and ValueError."""
-    try:
-        verdicts = msgspec.json.decode(path.read_bytes(), type=ReleaseVerdicts)
-    except msgspec.MsgspecError as error:
-        raise ValueError(f"{path} holds no verdicts: {error}") from error
-    if verdicts.format != FORMAT:
-        raise ValueError(f"{path} has the format '{verdicts.format}', not '{FORMAT}'")
-    return verdicts

@@ -1,84 +1,71 @@
-"""The ledger as a page of Markdown, as HTML, as a picture and as JSON."""
+"""The ledger's cells, as a page and as a picture."""
 
 import html
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
 import msgspec
 from packaging.version import Version
 
+from t5bench import Problem
 from t5bench.compare.parity import TOLERANCE
 from t5bench.printed_table import text_table
-from t5bench.record.ledger import releases_in, size_in_words, spans_of
+from t5bench.record.files import write_whole
 from t5bench_ledger.changes import CHANGES, Change
 from t5bench_ledger.judge import DOES_NOT_RUN, HANGS, RIGHT, WRONG
 from t5bench_ledger.modes import (
-    DEEPSPEED_PIPELINE,
     DEEPSPEED_STRATEGIES,
-    FSDP2_TENSOR,
     ITERATIONS,
+    LIBRARY,
     MODES,
+    NAMES,
     OF_NO_LAUNCHER,
     PIPELINE_PROCESSES,
-    PIPELINE_STAGE_0,
     PROCESSES,
-    STAGE_0,
     STRATEGIES,
     TRAINERS,
     Mode,
     library_of,
 )
 from t5bench_ledger.releases import ReleaseFault, Software
+from t5bench_ledger.spans import DATA, published, releases_in, spans_of
+from t5bench_ledger.words import mended_in_words, size_in_words
 
 FORMAT = 1
+CELLS = DATA / "cells.json"
+PAGES = Path(__file__).resolve().parents[2] / "pages"
 Cell = dict[str, Any]
 MODE = {mode.name: mode for mode in MODES}
-NAMES = {
-    "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3", "zero3_offload": "ZeRO-3 + offload",
-    STAGE_0: "stage 0", DEEPSPEED_PIPELINE: "DeepSpeed's pipeline, ZeRO-1",
-    PIPELINE_STAGE_0: "DeepSpeed's pipeline, stage 0", "ddp": "DDP", "tensor": "Tensor", "pipeline": "Pipeline",
-    "hybrid": "Hybrid", "fsdp2": "FSDP2", FSDP2_TENSOR: "FSDP2 and tensor", "trainer": "Trainer, DDP",
-    "accelerate": "accelerate, DDP", "accelerate zero2": "accelerate, ZeRO-2", "accelerate zero3": "accelerate, ZeRO-3",
-}  # fmt: skip
-LIBRARY = {
-    "deepspeed": "DeepSpeed", "torch": "PyTorch", "transformers": "transformers", "accelerate": "accelerate",
-}  # fmt: skip
-INTRODUCTION = """# Which release of DeepSpeed trains which strategy correctly
+INTRODUCTION = """# Which release trains which strategy correctly
 
-Several releases of DeepSpeed, one of PyTorch and every one of transformers' Trainer that was tried train another model
-than they were asked to, in some way and without an error.
-Ask about your own:
-
-```
-python -m t5bench ledger --mine              # the installed releases
-python -m t5bench ledger --answer 0.18.2     # or torch==2.8.0, transformers==4.45.2, accelerate==1.2.1
-```
-
-[ledger.html](ledger.html) answers the same for a release and a strategy that you choose. Other programs read
-[releases.json](../../t5bench/record/releases.json), whose fields [its schema](releases.schema.json) describes.
+Made by `python -m t5bench ledger --publish`.
+Every list of releases names those that were tried, one by one; `a..b` stands only where every release that was
+published from a to b was tried.
+What is on no list was not tried, and nothing is said of it.
 The launchers refuse a run whose strategy was wrong in the installed release, in a mode in which they train.
 
-![Which release trains which strategy correctly](ledger.svg)
+![Which release of DeepSpeed trains which strategy correctly](ledger.svg)
 """
 
 WHOLE = f"""## How it is measured
 
 `python -m t5bench ledger` installs each release in a folder of its own, trains a tiny T5 with the native engine under
 each strategy in the modes above, and compares loss and gradient norm of every iteration with DDP's, which needs no
-DeepSpeed. The bounds are those of [the parity check](../parity.md). DeepSpeed's own pipeline engine, which the native
-engine does not use, trains four layers instead; its loss is compared with plain PyTorch's. In fp16, which the native
+DeepSpeed. The bounds are those of [the parity check](../../../docs/parity.md).
+DeepSpeed's own pipeline engine, which the native engine does not use, trains four layers instead; its loss is
+compared with plain PyTorch's. In fp16, which the native
 engine does not have, ZeRO trains two vectors whose losses are known. ZeRO's optimizer is PyTorch's AdamW, for the
 pipeline and the vectors plain SGD: DeepSpeed's own, which must be compiled (cpu_adam, fused_adam), are not tried. The
 strategies that need no DeepSpeed are trained under each release of PyTorch and compared with DDP, and DDP with one
 process. FSDP2 and tensor parallelism together, two by two processes, train a LayerNorm over halves of the sequence
-([two_meshes.py](../../packages/ledger/src/t5bench_ledger/two_meshes.py)), whose gradient almost cancels between the
+([two_meshes.py](../src/t5bench_ledger/two_meshes.py)), whose gradient almost cancels between the
 halves of the data: rounding that a model hides is seen there. No launcher trains so.
 
 Shapes of models and of training loops, from `used once` on, are those of three linear layers
-([shapes.py](../../packages/ledger/src/t5bench_ledger/shapes.py)), compared with plain PyTorch in one process. No
+([shapes.py](../src/t5bench_ledger/shapes.py)), compared with plain PyTorch in one process. No
 launcher meets them.
 A layer used twice is reported wrong in bf16 under ZeRO-2 on 16 GPUs, from 0.18.3 to 0.19.3
 ([#8224](https://github.com/deepspeedai/DeepSpeed/issues/8224)). On a CPU, 4, 8 and 16 processes do not show it either,
@@ -86,7 +73,7 @@ tried under 0.18.3, 0.19.0 and 0.19.3 with eight micro-batches and clipping, and
 before a backward pass, with small buckets and with overlapping communication.
 
 transformers' Trainer and accelerate's loop train a small Llama, T5 or three layers
-([trainers.py](../../packages/ledger/src/t5bench_ledger/trainers.py)) over DDP and are compared with plain PyTorch in
+([trainers.py](../src/t5bench_ledger/trainers.py)) over DDP and are compared with plain PyTorch in
 one process, on
 the samples that both processes took for the step, all at once. Its loss is the mean of the cross-entropy over all
 target tokens of the step, whichever process and micro-batch they are in; the Trainer's is the loss that it logs, before
@@ -97,7 +84,7 @@ All cells were measured on a CPU over gloo, for {ITERATIONS} iterations, with {P
 otherwise, hybrid and DeepSpeed's pipeline with {PIPELINE_PROCESSES}. That shows what a release computes, but not
 whether its CUDA kernels work. Releases and modes that are not on this page were not tried: of a run in bf16 or fp16
 that only fp32 cells speak for, a launcher's record says `not measured in bf16; right in fp32`.
-[ledger.json](ledger.json) has every cell.
+[cells.json](../src/t5bench_ledger/data/cells.json) has every cell.
 
 ```
 python -m t5bench ledger                                              # all releases, all modes
@@ -105,7 +92,7 @@ python -m t5bench ledger --releases 0.18.2,0.19.8 --strategies zero2
 python -m t5bench ledger --torch 2.8.0,2.15.0 --strategies ddp,tensor,pipeline,hybrid,fsdp2
 python -m t5bench ledger --releases transformers==4.45.2,accelerate==1.2.1 --strategies trainer,accelerate
 python -m t5bench ledger --releases 0.18.2 --locate                   # a wrong cell: in which step and module
-python -m t5bench ledger --releases 0.20.0 --page docs/generated      # adds a new release to this page
+python -m t5bench ledger --releases 0.20.0 --publish                  # adds a new release to this page
 ```
 
 The command needs uv. It installs nothing into your environment, keeps its own in `~/.cache/t5-parallelism/ledger`, and
@@ -114,7 +101,7 @@ continues after an interruption. Cells of a page that are not measured again sta
 
 ISOLATED = """## Shown without this project
 
-[update.py](../../tests/reproductions/update.py) needs DeepSpeed and PyTorch alone. Its gradient is known without a
+[update.py](../../../tests/reproductions/update.py) needs DeepSpeed and PyTorch alone. Its gradient is known without a
 model, so it prints what share of it a release applies:
 
 | arguments | processes | releases | what it prints |
@@ -128,11 +115,12 @@ model, so it prints what share of it a release applies:
 | | | 0.18.3, 0.18.5 | nothing is applied |
 | `1` | 2 | 0.18.9 | `Output 0 of Split is a view and is being modified inplace` (torch 2.13.0) |
 
-[fsdp2_mean.py](../../tests/reproductions/fsdp2_mean.py) needs PyTorch alone. Under torch 2.8.0 it prints that two
+[fsdp2_mean.py](../../../tests/reproductions/fsdp2_mean.py) needs PyTorch alone. Under torch 2.8.0 it prints that two
 processes on a CPU get 2.000 times the mean gradient from FSDP2, which adds gradients up and does not divide them; Adam
 hides that in the loss. Under 2.13.0 it prints 1.000.
 
-It prints the right update for all of these in 0.19.8, and for stage 0 in bf16 from 0.18.6 on: there the ledger's cells
+It prints the right update for all of these in 0.19.8, and for stage 0 in bf16 in those since 0.18.6 that were tried.
+There the ledger's cells
 are beyond the bound by a factor of two, which rounding may explain. It does not show the fault of all-reduce fetch.
 """
 
@@ -151,16 +139,6 @@ def off_by(cell: Cell) -> float | None:
     return float(f"{cell['times'] * bound:.2g}")
 
 
-def short(cell: Cell | None) -> str:
-    """A cell in a few characters."""
-    if cell is None:
-        return "-"
-    if cell["verdict"] == WRONG:
-        quantity = cell["quantity"].removeprefix("gradient ")
-        return f"WRONG: {quantity} {size_in_words(off_by(cell))}"
-    return cell["verdict"]
-
-
 def sentence(cell: Cell) -> str:
     """What is known of a cell that is not right."""
     if cell["verdict"] != WRONG:
@@ -171,10 +149,6 @@ def sentence(cell: Cell) -> str:
 def place(cell: Cell) -> str:
     """Where a wrong cell first differs; "" if it was not located."""
     return str(cell.get("where", ""))
-
-
-def with_place(said: str, where: str) -> str:
-    return f"{said}; {where}" if where else said
 
 
 def matrix(cells: Sequence[Cell]) -> list[tuple[str, Mode, list[Cell | None]]]:
@@ -297,14 +271,13 @@ def mended_in(fault: Fault, cells: Sequence[Cell]) -> str:
 
 def release_faults(section: Section) -> list[ReleaseFault]:
     """The faults of a section; the same in several modes is one."""
-    releases = releases_of(section.cells)
     found: dict[bytes, ReleaseFault] = {}
     for fault in faults(section.cells):
         first = fault.cells[0]
         made = ReleaseFault(
             software=section.software,
             torch=section.torch,
-            releases=spans_of(fault.releases, releases),
+            releases=spans_of(fault.releases, section.software),
             strategy=fault.strategy,
             modes=[],
             verdict=fault.verdict,
@@ -331,10 +304,11 @@ def what_happens(fault: ReleaseFault) -> str:
     return f"{said}; first in {fault.where}" if fault.where else said
 
 
-def fault_words(fault: ReleaseFault) -> list[str]:
+def fault_words(fault: ReleaseFault, tried: Sequence[str]) -> list[str]:
     """A fault's columns but the last, which has links."""
     modes = ", ".join(fault.modes)
-    mended = fault.mended_in or "no later release"
+    last = releases_in(fault.releases, fault.software)[-1]
+    mended = mended_in_words(fault.mended_in, last, fault.software, tried)
     return [NAMES[fault.strategy], modes, fault.releases, what_happens(fault), mended]
 
 
@@ -361,7 +335,7 @@ def markdown(cells: Sequence[Cell]) -> str:
     parts = [INTRODUCTION, "## What is not right\n"]
     for section in sections(cells):
         parts.append(f"### {section.title}\n")
-        rows = [[*fault_words(fault), upstream(fault)] for fault in release_faults(section)]
+        rows = [[*fault_words(fault, releases_of(section.cells)), upstream(fault)] for fault in release_faults(section)]
         parts.append(table(FAULT_HEADER, rows) if rows else "Everything that was tried is right.\n")
     parts.append("## What was tried\n")
     measured = [[cell["mode"] for cell in cells].count(mode.name) for mode in MODES]
@@ -371,157 +345,29 @@ def markdown(cells: Sequence[Cell]) -> str:
     within = f"within the bound ({bounds}, relative)"
     parts.append(f"A cell is right if loss and gradient norm of every iteration are {within}.\n")
     for section in sections(cells):
-        releases = releases_of(section.cells)
+        tried_here = releases_of(section.cells)
         python = ", ".join(sorted({cell["python"] for cell in section.cells}))
         rows = []
+        software = section.software
         for strategy, mode, row in matrix(section.cells):
             right = [cell["release"] for cell in row if cell and cell["verdict"] == RIGHT]
             tried = [cell["release"] for cell in row if cell]
-            rows.append([NAMES[strategy], mode.name, spans_of(tried, releases), spans_of(right, releases) or "none"])
+            rows.append([NAMES[strategy], mode.name, spans_of(tried, software), spans_of(right, software) or "none"])
         parts.append(f"### {section.title}, Python {python}\n")
+        untried = [release for release in published()[software] if release not in tried_here]
+        parts.append(f"Tried: {spans_of(tried_here, software)}.\nNot tried: {spans_of(untried, software) or 'none'}.\n")
         parts.append(table(["strategy", "mode", "tried in", "right in"], rows))
     return "\n".join([*parts, WHOLE, ISOLATED])
 
 
-STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 80rem; padding: 0 1rem; color: #1b1b1b }
-table { border-collapse: collapse; margin: 1rem 0 }
-th, td { border: 1px solid #ccc; padding: .25rem .5rem; text-align: left }
-td.right { background: #dff2df }
-td.wrong { background: #f7c6c5; font-weight: 600 }
-td.does-not-run, td.hangs { background: #fbe8c3 }
-.wide { overflow-x: auto }
-.wide svg { max-width: 100%; height: auto }
-select { font: inherit; margin-right: 1rem }
-#answer { border-left: .3rem solid #999; padding: .1rem 1rem; margin: 1rem 0 }
-#answer.right { border-color: #2e9f5b }
-#answer.wrong { border-color: #c8382f }
-"""
 TITLE = "Which release of DeepSpeed trains which strategy correctly"
-SCRIPT = """
-const right = JSON.parse(document.getElementById("right").textContent);
-const release = document.getElementById("release");
-const strategy = document.getElementById("strategy");
-const rows = [...document.querySelectorAll("tr[data-releases]")];
-
-function option(select, name) {
-  const made = document.createElement("option");
-  made.value = made.textContent = name;
-  select.append(made);
-}
-
-function strategies() {
-  const before = strategy.value;
-  strategy.replaceChildren();
-  ["all strategies", ...Object.keys(right[release.value])].forEach(name => option(strategy, name));
-  if ([...strategy.options].some(each => each.value === before)) strategy.value = before;
-}
-
-function answer() {
-  const chosen = strategy.value;
-  let shown = 0;
-  for (const row of rows) {
-    const fits = JSON.parse(row.dataset.releases).includes(release.value)
-      && (chosen === "all strategies" || row.dataset.strategy === chosen);
-    row.hidden = !fits;
-    shown += fits;
-  }
-  const lines = Object.entries(right[release.value])
-    .filter(([name]) => chosen === "all strategies" || name === chosen)
-    .map(([name, modes]) => `${name}: right in ${modes || "no mode that was tried"}`);
-  const box = document.getElementById("answer");
-  box.className = shown ? "wrong" : "right";
-  box.replaceChildren(...[shown ? `${shown} of what was tried is not right:` : "Everything that was tried is right.",
-    ...lines].map(line => Object.assign(document.createElement("p"), { textContent: line })));
-  document.getElementById("faults").hidden = !shown;
-}
-
-Object.keys(right).forEach(name => option(release, name));
-function choose() {  // #DeepSpeed 0.18.2/ZeRO-2 in the address is a link to an answer
-  const [wanted, ofWhich] = decodeURIComponent(location.hash.slice(1)).split("/");
-  if (wanted in right) release.value = wanted;
-  strategies();
-  if (ofWhich in right[release.value]) strategy.value = ofWhich;
-  answer();
-}
-
-release.onchange = () => { strategies(); answer(); };
-strategy.onchange = answer;
-window.onhashchange = choose;
-choose();
-document.getElementById("ask").hidden = false;
-"""
-
-
-def html_table(header: Sequence[str], rows: Sequence[str]) -> str:
-    """A table whose rows are HTML already."""
-    head = "".join(f"<th scope='col'>{html.escape(name)}</th>" for name in header)
-    return f"<div class='wide'><table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
-
-
-def html_row(strategy: str, mode: Mode, row: Sequence[Cell | None]) -> str:
-    columns = [f"<th scope='row'>{html.escape(NAMES[strategy])}</th><td>{html.escape(mode.meaning)}</td>"]
-    for cell in row:
-        kind = cell["verdict"].replace(" ", "-") if cell else "not-measured"
-        title = with_place(sentence(cell), place(cell)) if cell and cell["verdict"] != RIGHT else ""
-        columns.append(f"<td class='{kind}' title='{html.escape(title, quote=True)}'>{html.escape(short(cell))}</td>")
-    return f"<tr>{''.join(columns)}</tr>"
-
-
-def html_fault(fault: ReleaseFault, section: Section) -> str:
-    columns = "".join(f"<td>{html.escape(word)}</td>" for word in fault_words(fault))
-    links = [f"<a href='{address}'>{number}</a>: {html.escape(what)}" for number, address, what in explained(fault)]
-    named = releases_in(fault.releases, releases_of(section.cells))
-    releases = html.escape(json.dumps([f"{section.library} {release}" for release in named]), quote=True)
-    data = f"data-releases='{releases}' data-strategy='{html.escape(NAMES[fault.strategy], quote=True)}'"
-    return f"<tr {data}>{columns}<td>{'; '.join(links) or NO_REPORT}</td></tr>"
-
-
-def right_modes(cells: Sequence[Cell], library: str) -> dict[str, dict[str, str]]:
-    """By release, the newest first, and strategy: the modes in which it is right."""
-    found: dict[str, dict[str, str]] = {}
-    for release in reversed(releases_of(cells)):
-        modes: dict[str, list[str]] = {}
-        for strategy, mode, row in matrix(cells):
-            for cell in row:
-                if cell and cell["release"] == release:
-                    own = modes.setdefault(NAMES[strategy], [])
-                    own += [mode.name] if cell["verdict"] == RIGHT else []
-        found[f"{library} {release}"] = {strategy: ", ".join(names) for strategy, names in modes.items()}
-    return found
-
-
-def page(cells: Sequence[Cell]) -> str:
-    """One self-contained HTML page; without scripts it shows all faults."""
-    tables = []
-    lines = []
-    right: dict[str, dict[str, str]] = {}
-    for section in sections(cells):
-        own = section.cells
-        right |= right_modes(own, section.library)
-        lines += [html_fault(fault, section) for fault in release_faults(section)]
-        tables.append(f"<h2>{html.escape(section.title)}, on a CPU</h2>")
-        tables.append(html_table(["strategy", "mode", *releases_of(own)], [html_row(*row) for row in matrix(own)]))
-    drawn = picture(cells) if groups(cells) else ""
-    data = json.dumps(right).replace("<", "\\u003c")
-    return (
-        f"<!doctype html>\n<html lang='en'><head><meta charset='utf-8'>"
-        f"<meta name='viewport' content='width=device-width'><title>{TITLE}</title><style>{STYLE}</style></head>\n"
-        f"<body><h1>{TITLE}</h1>\n<div id='ask' hidden><label>I have <select id='release'></select></label>"
-        f"<label>and train <select id='strategy'></select></label><div id='answer'></div></div>\n"
-        f"<div id='faults'>{html_table(FAULT_HEADER, lines)}</div>\n<div class='wide'>{drawn}</div>\n"
-        f"<p>Each cell was trained on a CPU and compared with DDP, within the bounds of the parity check. Point at a"
-        f" cell to read what was measured.</p>\n{''.join(tables)}\n"
-        f"<script type='application/json' id='right'>{data}</script><script>{SCRIPT}</script></body></html>\n"
-    )
-
-
 COLOURS = {RIGHT: "#2e9f5b", WRONG: "#c8382f", DOES_NOT_RUN: "#e0a100", HANGS: "#e0a100"}
-NOT_MEASURED = "#d5d5d5"
+NOT_TRIED = "#e8e8e8"
 # pixels
-LABEL_WIDTH = 210
-COLUMN = 50
+LABEL_WIDTH = 200
+COLUMN = 20
 ROW = 30
+HEAD = 56
 
 
 def worst(cells: Sequence[Cell]) -> str:
@@ -531,15 +377,16 @@ def worst(cells: Sequence[Cell]) -> str:
 
 
 def picture(cells: Sequence[Cell]) -> str:
-    """An SVG: a square for each strategy and DeepSpeed's release, with the number of the launchers' modes that are
-    right, under the newest torch that was measured."""
+    """An SVG: a square for each strategy and published release of DeepSpeed, with the number of the launchers' modes
+    that are not right, under the newest torch that was measured; a release that was not tried is grey."""
     torch, newest = max(groups(cells), key=lambda group: Version(group[0]))
-    releases = releases_of(newest)
+    tried = releases_of(newest)
+    releases = [*published()["deepspeed"], *(name for name in tried if name not in published()["deepspeed"])]
     in_launchers = {mode.name for mode in MODES if mode.is_of_launchers}
     met = [cell for cell in newest if cell["mode"] in in_launchers and cell["strategy"] not in OF_NO_LAUNCHER]
     strategies = [strategy for strategy in DEEPSPEED_STRATEGIES if any(cell["strategy"] == strategy for cell in met)]
     width = LABEL_WIDTH + COLUMN * len(releases)
-    height = ROW * (len(strategies) + 2)
+    height = HEAD + ROW * (len(strategies) + 2)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}"',
         ' font-family="system-ui, sans-serif" font-size="12" role="img">',
@@ -547,39 +394,68 @@ def picture(cells: Sequence[Cell]) -> str:
         f'<rect width="{width}" height="{height}" fill="white"/>',
     ]
     for column, release in enumerate(releases):
-        x = LABEL_WIDTH + COLUMN * column + COLUMN / 2
-        parts.append(f'<text x="{x:g}" y="20" text-anchor="middle">{release}</text>')
-    for row, strategy in enumerate(strategies, 1):
-        y = ROW * row
+        x = LABEL_WIDTH + COLUMN * column + COLUMN / 2 + 4
+        colour = "black" if release in tried else "#999"
+        place = f'transform="translate({x:g} {HEAD - 4}) rotate(-90)"'
+        parts.append(f'<text {place} fill="{colour}">{release}</text>')
+    for row, strategy in enumerate(strategies):
+        y = HEAD + ROW * row
         parts.append(f'<text x="4" y="{y + 20}">{html.escape(NAMES[strategy])}</text>')
         for column, release in enumerate(releases):
             own = [cell for cell in met if cell["strategy"] == strategy and cell["release"] == release]
-            right = sum(cell["verdict"] == RIGHT for cell in own)
+            faulty = sum(cell["verdict"] != RIGHT for cell in own)
             x = LABEL_WIDTH + COLUMN * column
-            colour = COLOURS.get(worst(own), NOT_MEASURED)
+            colour = COLOURS.get(worst(own), NOT_TRIED)
+            title = f"{release}: {len(own) - faulty} of {len(own)} modes right" if own else f"{release}: not tried"
             parts.append(
-                f'<rect x="{x + 2}" y="{y + 2}" width="{COLUMN - 4}" height="{ROW - 4}" rx="4" fill="{colour}"/>'
-                f'<text x="{x + COLUMN / 2:g}" y="{y + 20}" text-anchor="middle" fill="white">{right}/{len(own)}</text>'
+                f'<rect x="{x + 1}" y="{y + 2}" width="{COLUMN - 2}" height="{ROW - 4}" rx="3" fill="{colour}">'
+                f"<title>{title}</title></rect>"
             )
-    legend = f"right, of the modes in which the launchers train: native engine on a CPU, torch {torch}"
-    kinds = "green: all right; red: some train another model; yellow: some do not run"
-    y = ROW * (len(strategies) + 1) + 20
-    parts.append(f'<text x="4" y="{y}" fill="#555">{html.escape(legend)}. {html.escape(kinds)}</text>')
+            if faulty:
+                middle = x + COLUMN / 2
+                parts.append(f'<text x="{middle:g}" y="{y + 20}" text-anchor="middle" fill="white">{faulty}</text>')
+    kinds = (
+        "Green: every mode that the launchers use is right. Red, yellow: so many train another model, or do not run."
+    )
+    y = HEAD + ROW * len(strategies) + 20
+    parts.append(f'<text x="4" y="{y}" fill="#555">{kinds} Grey: not tried.</text>')
+    parts.append(f'<text x="4" y="{y + 20}" fill="#555">Native engine on a CPU, torch {html.escape(torch)}.</text>')
     return "".join([*parts, "</svg>\n"])
 
 
-def write(directory: Path, cells: Sequence[Cell]) -> None:
-    """Writes ledger.md, ledger.html and ledger.json, and ledger.svg if DeepSpeed was measured."""
+def write_pages(directory: Path, cells: Sequence[Cell]) -> None:
+    """Writes ledger.md, and ledger.svg if DeepSpeed was measured. Raises OSError."""
     directory.mkdir(parents=True, exist_ok=True)
-    ordered = sorted(cells, key=lambda cell: (cell["torch"], Version(cell["release"] or "0")))
-    data = {"format": FORMAT, "modes": [asdict(mode) for mode in MODES], "cells": ordered}
-    (directory / "ledger.md").write_text(markdown(ordered))
-    (directory / "ledger.html").write_text(page(ordered))
+    ordered = in_order(cells)
+    write_whole(directory / "ledger.md", markdown(ordered))
     if groups(ordered):
-        (directory / "ledger.svg").write_text(picture(ordered))
-    lines = ",\n  ".join(json.dumps(cell) for cell in ordered)
-    rest = json.dumps({"format": data["format"], "modes": data["modes"]}, indent=1)[:-2]
-    (directory / "ledger.json").write_text(f'{rest},\n "cells": [\n  {lines}\n ]\n}}\n')
+        write_whole(directory / "ledger.svg", picture(ordered))
+
+
+def in_order(cells: Sequence[Cell]) -> list[Cell]:
+    return sorted(cells, key=lambda cell: (cell["torch"], Version(cell["release"] or "0")))
+
+
+def write_cells(path: Path, cells: Sequence[Cell]) -> None:
+    """Every cell, one a line. Raises OSError."""
+    lines = ",\n".join(json.dumps(cell) for cell in in_order(cells))
+    write_whole(path, f'{{"format": {FORMAT}, "cells": [\n{lines}\n]}}\n')
+
+
+def read(path: Path) -> list[Cell]:
+    """The cells of such a file. Raises Problem."""
+    try:
+        cells: list[Cell] = json.loads(path.read_text())["cells"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise Problem(f"{path} is no ledger: {error}", "Restore it, or measure everything again") from error
+    return cells
+
+
+def merged(kept: Sequence[Cell], measured: Sequence[Cell]) -> list[Cell]:
+    """What was measured, and of what was not measured again the cells that were kept."""
+    names = ("torch", "release", "strategy", "mode")
+    found = {tuple(cell[name] for name in names): cell for cell in (*kept, *measured)}
+    return list(found.values())
 
 
 def name_of(cell: Cell) -> str:

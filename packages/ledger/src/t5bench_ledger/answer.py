@@ -1,0 +1,310 @@
+"""What the ledger says of a release: yes or no first, then why. Reads data/releases.json; of the standard library."""
+
+import json
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import metadata
+from typing import Any
+
+from t5bench_ledger.modes import LIBRARY, MODES, NAMES, OF_NO_LAUNCHER, TRAINERS, Mode
+from t5bench_ledger.spans import DATA, public, published, releases_in
+from t5bench_ledger.words import mended_in_words, size_in_words
+
+ALL_RIGHT = 0
+NOT_RIGHT = 1
+NOT_TRIED = 3
+WRONG = "wrong"
+NO_REPORT = "no report that we know of"
+MODE = {mode.name: mode for mode in MODES}
+
+
+class NoAnswer(ValueError):
+    """What somebody asked cannot be answered."""
+
+    def __init__(self, found: str, remedy: str) -> None:
+        super().__init__(found)
+        self.found = found
+        self.remedy = remedy
+
+
+@cache
+def read() -> Mapping[str, Any]:
+    """The verdicts. Raises NoAnswer."""
+    path = DATA / "releases.json"
+    try:
+        content: dict[str, Any] = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise NoAnswer(f"the ledger cannot be read: {error}", f"Restore {path}") from error
+    return content
+
+
+def named(text: str) -> dict[str, str]:
+    """The release that somebody asks about: 0.18.2, torch==2.8.0, transformers==4.45.2. Raises NoAnswer."""
+    library, _, release = text.rpartition("==")
+    library = library.strip().lower() or "deepspeed"
+    remedy = "Name a release of DeepSpeed, such as 0.18.2, or torch==2.8.0, transformers==4.45.2, accelerate==1.2.1"
+    if library not in LIBRARY:
+        raise NoAnswer(f"the ledger has no '{library}'", remedy)
+    if not re.fullmatch(r"\d+(\.\d+)*(\+.*)?", release.strip()):
+        raise NoAnswer(f"'{release}' is not a release", remedy)
+    return {library: release.strip()}
+
+
+def installed() -> dict[str, str]:
+    """The releases in this Python's environment, by library, without importing them."""
+    found = {}
+    for name in LIBRARY:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+@dataclass(frozen=True)
+class Found:
+    """What was measured of one release of one library."""
+
+    library: str
+    release: str
+    torch: str
+    """Beside the release; "" where the library is PyTorch."""
+    right: Mapping[str, Sequence[str]]
+    """By strategy the names of modes."""
+    faults: Sequence[Mapping[str, Any]]
+
+    @property
+    def name(self) -> str:
+        """As somebody asks for it: 0.19.8 of DeepSpeed, transformers 5.2.0."""
+        return self.release if self.library == "deepspeed" else f"{self.library} {self.release}"
+
+    def tried(self, strategy: str) -> list[Mode]:
+        names = set(self.right.get(strategy, ()))
+        for fault in self.faults:
+            if fault["strategy"] == strategy:
+                names.update(fault["modes"])
+        return [mode for mode in MODES if mode.name in names]
+
+    @property
+    def strategies(self) -> list[str]:
+        return list(dict.fromkeys([*self.right, *(fault["strategy"] for fault in self.faults)]))
+
+
+def found_of(library: str, release: str) -> list[Found]:
+    """What was measured of a release, with each PyTorch that it was tried with; empty if it was not tried."""
+    made = []
+    content = read()
+    for measured in content["measured"]:
+        if measured["software"] != library or public(release) not in measured["releases"]:
+            continue
+        right: dict[str, list[str]] = {}
+        for strategy, modes in measured["right"].items():
+            for mode, spans in modes.items():
+                if public(release) in releases_in(spans, library):
+                    right.setdefault(strategy, []).append(mode)
+        faults = [
+            fault
+            for fault in content["faults"]
+            if (fault["software"], fault.get("torch", "")) == (library, measured["torch"])
+            and public(release) in releases_in(fault["releases"], library)
+        ]
+        made.append(Found(library, public(release), measured["torch"], right, faults))
+    return made
+
+
+def is_used(strategy: str, mode: str) -> bool:
+    """Whether it counts: launchers train so, or it is a trainer's, which people use as it is."""
+    return strategy in TRAINERS or (strategy not in OF_NO_LAUNCHER and MODE[mode].is_of_launchers)
+
+
+def used_faults(found: Found, verdict: str = "") -> dict[str, list[Mode]]:
+    """By strategy the modes that count and are not right; only those with this verdict if one is given."""
+    made: dict[str, list[Mode]] = {}
+    for fault in found.faults:
+        if verdict in ("", fault["verdict"]):
+            own = [MODE[name] for name in fault["modes"] if is_used(fault["strategy"], name)]
+            if own:
+                made.setdefault(fault["strategy"], []).extend(own)
+    return made
+
+
+CONDITIONS = {
+    "when it is resumed": lambda mode: mode.resumes,
+    "in bf16": lambda mode: mode.precision == "bf16",
+    "in fp16": lambda mode: mode.precision == "fp16",
+    "with an offloaded optimizer": lambda mode: mode.offload,
+    "with more than one micro-batch": lambda mode: mode.micro_batches > 1,
+}
+
+
+def condition(faulty: Sequence[Mode], tried: Sequence[Mode]) -> str:
+    """When a strategy is not right: all that these modes share, where that names no other mode that was tried; else
+    each. "" if they share nothing and are all that was tried."""
+    shared = {words: holds for words, holds in CONDITIONS.items() if all(map(holds, faulty))}
+    meant = {mode.name for mode in tried if all(holds(mode) for holds in shared.values())}
+    if meant == {mode.name for mode in faulty}:
+        return " ".join(shared)
+    return listed(dict.fromkeys(mode.when or f"in '{mode.name}'" for mode in faulty))
+
+
+def listed(names: Iterable[str]) -> str:
+    """a, b and c."""
+    *first, last = names
+    return f"{', '.join(first)} and {last}" if first else last
+
+
+def clauses(found: Found, verdict: str, words: str) -> list[str]:
+    """For each strategy that is not right, when: "ZeRO-2 trains another model with more than one micro-batch"."""
+    made: dict[str, list[str]] = {}
+    for strategy, faulty in used_faults(found, verdict).items():
+        tried = [mode for mode in found.tried(strategy) if is_used(strategy, mode.name)]
+        made.setdefault(condition(faulty, tried), []).append(NAMES[strategy])
+    return [
+        f"{listed(names)} {words if len(names) == 1 else PLURAL[words]} {when}".strip() for when, names in made.items()
+    ]
+
+
+PLURAL = {"trains another model": "train another model", "does not run": "do not run", "hangs": "hang"}
+
+
+def replacement(found: Found) -> str:
+    """The newest release that was tried with the same PyTorch and is right in all that counts; "" if none."""
+    for measured in read()["measured"]:
+        if (measured["software"], measured["torch"]) != (found.library, found.torch):
+            continue
+        for release in reversed(measured["releases"]):
+            other = [each for each in found_of(found.library, release) if each.torch == found.torch]
+            if other and not used_faults(other[0]):
+                return str(release)
+    return ""
+
+
+PLAIN = ("equal targets", "one process")
+
+
+def first_line(found: Found) -> str:
+    """Yes or no."""
+    of_people = found.strategies[0] in TRAINERS
+    if not used_faults(found):
+        modes = "in every way that was tried" if of_people else "in every mode that the launchers use"
+        return f"{found.name}: right {modes}"
+    wrong = clauses(found, WRONG, "trains another model")
+    failing = [*clauses(found, "does not run", "does not run"), *clauses(found, "hangs", "hangs")]
+    instead = replacement(found)
+    take = f"take {instead}" if instead else "no release that was tried is right in all of these ways"
+    is_right_plainly = of_people and any(mode in found.right.get(found.strategies[0], ()) for mode in PLAIN)
+    begin = f"do not use {found.name}" if wrong and not is_right_plainly else found.name
+    return f"{begin}: {'; '.join([*wrong, *failing])}; {take}"
+
+
+def nearest(library: str, release: str) -> str:
+    """Which releases beside one that was not tried were."""
+    tried = {
+        each for measured in read()["measured"] if measured["software"] == library for each in measured["releases"]
+    }
+    known = published()[library]
+    if release not in known:
+        return f"the newest that was: {[each for each in known if each in tried][-1]}"
+    place = known.index(release)
+    older = [each for each in known[:place] if each in tried][-1:]
+    newer = [each for each in known[place:] if each in tried][:1]
+    return f"the nearest that were: {', '.join(older + newer)}"
+
+
+def of_fault(fault: Mapping[str, Any], tried: Collection[str], *, in_full: bool) -> Iterator[str]:
+    """A fault, which release mends it, and what upstream says."""
+    if fault["verdict"] == WRONG:
+        size = size_in_words(fault.get("off_by"))
+        happens = f"{fault['quantity']} {size} from iteration {fault['iteration']} on"
+    else:
+        happens = f"{fault['verdict']}: {fault.get('sentence', '')}"
+    last = releases_in(fault["releases"], fault["software"])[-1]
+    mended = mended_in_words(fault.get("mended_in", ""), last, fault["software"], tried)
+    names = fault.get("upstream", [])
+    reported = ", ".join(names) or NO_REPORT
+    yield f"{NAMES[fault['strategy']]} ({', '.join(fault['modes'])}): {happens}; right again in {mended}; {reported}"
+    if in_full:
+        if fault.get("where"):
+            yield f"  first in {fault['where']}"
+        for name in names:
+            address, what = read()["upstream"][name]
+            yield f"  {name}: {what} ({address})"
+
+
+def of_release(found: Found, strategies: Sequence[str], *, in_full: bool) -> Iterator[str]:
+    """The lines below the first. in_full: also ways in which no launcher trains, and what is right."""
+    beside = f" with torch {found.torch}" if found.torch else ""
+    yield f"  (measured on a CPU{beside})"
+    hidden = 0
+    for fault in found.faults:
+        if not in_full and not any(is_used(fault["strategy"], name) for name in fault["modes"]):
+            hidden += len(fault["modes"])
+            continue
+        yield from (f"  {line}" for line in of_fault(fault, tried_of(found), in_full=in_full))
+    if hidden:
+        ways = "way that no launcher trains in is" if hidden == 1 else "ways that no launcher trains in are"
+        yield f"  {hidden} {ways} not right: --modes lists them"
+    if not in_full:
+        return
+    for strategy in found.strategies:
+        yield f"  right under {NAMES[strategy]}: {', '.join(found.right.get(strategy, [])) or 'no mode that was tried'}"
+    if found.library == "deepspeed":
+        yield from (f"  {line}" for line in of_costs(found.release, strategies))
+
+
+def tried_of(found: Found) -> Collection[str]:
+    """The releases that were tried with the same PyTorch."""
+    own = [each for each in read()["measured"] if (each["software"], each["torch"]) == (found.library, found.torch)]
+    return {release for each in own for release in each["releases"]}
+
+
+def of_costs(release: str, strategies: Sequence[str]) -> Iterator[str]:
+    """What an iteration costs more than under an earlier release, and of which model that was counted."""
+    for cost in read()["costs"]:
+        if cost["strategy"] in strategies and release in releases_in(cost["releases"], "deepspeed"):
+            times = cost["times"]
+            more = f"{100 * (times - 1):.0f} % more" if times < 2 else f"{times:g} times as many"
+            than = "than" if times < 2 else "as"
+            counted = "counted with a tiny T5 and ds_configs/ alone; other models may see none of it"
+            modes = ", ".join(cost["modes"])
+            yield f"{NAMES[cost['strategy']]} ({modes}): {more} {cost['figure']} {than} in {cost['before']}, {counted}"
+
+
+def answer(releases: Mapping[str, str], strategies: Sequence[str], *, in_full: bool = False) -> tuple[str, int]:
+    """What the ledger says of these releases, by library, in lines, the answer first; and the exit status.
+
+    The status is NOT_RIGHT if one is not right in a way that counts, else NOT_TRIED if one was not tried. Raises
+    NoAnswer.
+    """
+    if not releases:
+        raise NoAnswer("no library of the ledger is installed here", "Ask about a release: --answer 0.18.2")
+    lines: list[str] = []
+    statuses = {ALL_RIGHT}
+    for library, release in releases.items():
+        own = found_of(library, release)
+        if not own:
+            option = f"torch {public(release)}" if library == "torch" else f"releases {library}=={release}"
+            name = Found(library, release, "", {}, ()).name
+            lines.append(f"{name}: not tried; {nearest(library, public(release))}")
+            lines.append(f"  try it, in a checkout: python -m t5bench ledger --{option.replace('deepspeed==', '')}")
+            statuses.add(NOT_TRIED)
+        for found in own:
+            chosen = only(found, strategies)
+            if not chosen.strategies:
+                lines.append(f"{found.name}: not tried under {', '.join(strategies)}")
+                statuses.add(NOT_TRIED)
+                continue
+            lines.append(first_line(chosen))
+            lines += of_release(chosen, strategies, in_full=in_full)
+            statuses.add(NOT_RIGHT if used_faults(chosen) else ALL_RIGHT)
+    status = NOT_RIGHT if NOT_RIGHT in statuses else max(statuses)
+    return "\n".join(lines), status
+
+
+def only(found: Found, strategies: Sequence[str]) -> Found:
+    """What was measured under these strategies alone."""
+    right = {name: modes for name, modes in found.right.items() if name in strategies}
+    faults = [fault for fault in found.faults if fault["strategy"] in strategies]
+    return Found(found.library, found.release, found.torch, right, faults)
