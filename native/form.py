@@ -36,7 +36,7 @@ from torch.futures import Future
 from native.pieces import Piece
 from t5bench import Problem
 from t5bench.checkpoint_form import COPY_AGAIN, FIRST_INDEX, INDEX, SEAL, Seal, Sums, read_seal, write_whole, writer_of
-from t5bench.given_files import read_file
+from training_comparison.given_files import read_file
 
 DTYPES = {"float32": torch.float32, "uint8": torch.uint8}
 

@@ -20,37 +20,15 @@ if sys.version_info < OLDEST:
     sys.stderr.write("error: {}\n       {}\n".format(*WRONG_PYTHON))
     sys.exit(2)
 
-from dataclasses import dataclass  # noqa: E402 - Python 3.6 lacks it
-
 REPOSITORY = Path(__file__).resolve().parent.parent
 PACKAGES = REPOSITORY / "packages"
 # In a checkout, what stands alone beside this package is imported from there, without an installation.
 sys.path[1:1] = [str(source) for source in sorted(PACKAGES.glob("*/src"))]
+from training_comparison.problem import Problem  # noqa: E402, F401 - lies beside this package; imported from here
+
 EXIT_CONFIGURATION = 2  # nothing expensive has started, and nothing was changed
 # USR1 and USR2: SLURM's --signal.
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
-
-
-@dataclass(unsafe_hash=True)
-class Problem(ValueError):
-    """Something that the user can fix. `str()` says in one line what is wrong."""
-
-    found: str
-    remedy: str = ""
-    """What to do about it, perhaps in several lines."""
-    code: str = ""
-    """The kind of problem in one word, for programs; in a plan, one of docs/failure_table.md."""
-    fatal: bool = True
-    """Whether the request itself is wrong; otherwise this machine lacks something, which does not stop a dry run."""
-
-    def __post_init__(self) -> None:
-        self.found = " ".join(self.found.split())
-        super().__init__(self.found)
-
-    @property
-    def report(self) -> str:
-        """For the terminal: the error, and the remedy below it."""
-        return "\n       ".join([f"error: {self}", *self.remedy.splitlines()])
 
 
 class Interrupted(SystemExit):

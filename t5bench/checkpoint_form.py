@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from t5bench import Problem
-from t5bench.given_files import read_text
+from training_comparison.given_files import read_text
 
 # Megatron's pointer, which the native engine has too.
 TRACKER = "latest_checkpointed_iteration.txt"

@@ -270,7 +270,7 @@ def _problems(rows: Sequence[Row], baseline: str) -> list[str]:
             problems.append(f"{row.label} is {row.run.status}{reason}")
         elif row.parity.verdict == parity.DIFFERENT:
             what = "has a loss that is not a number" if row.is_baseline else f"does not train as {baseline} does"
-            problems.append(f"{row.label} {what}: {row.parity}")
+            problems.append("; ".join([f"{row.label} {what}: {row.parity}", *row.parity.reasons]))
         elif row.milliseconds is None and any(run.iterations for run in row.runs):
             problems.append(f"no interval of {row.label} can be timed: each skipped iterations (fp16), or has no time")
         elif row.milliseconds is None and not row.run.is_evaluation:
@@ -286,19 +286,32 @@ def _verdicts(groups: Sequence[Group], baseline: str) -> list[str]:
     equal = [row for row in rows if row.parity.verdict == parity.EQUAL]
     if equal and all(row.parity.verdict != parity.DIFFERENT for row in rows):
         largest = max(row.parity.difference or 0.0 for row in equal)
+        of_norm = max(row.parity.norm_difference or 0.0 for row in equal)
         if len(equal) == 1:
             who = f"{equal[0].label} trains"
         elif len(equal) < len(rows):
             who = f"{len(equal)} of {len(rows)} rows train"
         else:
             who = "Both rows train" if len(equal) == 2 else f"All {len(equal)} rows train"
-        how = f"the loss differs by at most {largest:.0e} of its value" if largest else "the losses are the same"
+        sizes = f"{largest:.0e} and {of_norm:.0e} of their values"
+        how = f"loss and gradient norm differ by at most {sizes}" if largest or of_norm else "all figures are the same"
         sentences.append(f"{who} as {baseline} does: {how}.")
-    unjudged = dict.fromkeys(row.parity.verdict for row in rows if row.parity.verdict.startswith("n/a"))
-    if unjudged:
+    sentences += _not_shown(rows, baseline)
+    return sentences
+
+
+def _not_shown(rows: Sequence[Row], baseline: str) -> list[str]:
+    """One sentence for each reason why rows are not shown to train as the baseline does, with what would show it."""
+    labels_by_reason: dict[str, list[str]] = {}
+    for row in rows:
+        if row.parity.verdict == parity.NOT_SHOWN:
+            for reason in row.parity.reasons:
+                labels_by_reason.setdefault(reason, []).append(row.label)
+    sentences = []
+    for reason, who in labels_by_reason.items():
         sentences.append(
-            f"Not every row could be checked against {baseline}'s loss: {', '.join(unjudged)};"
-            " scripts/check_parity.sh does so, without dropout."
+            f"Whether {', '.join(dict.fromkeys(who))} {'trains' if len(set(who)) == 1 else 'train'} as {baseline} "
+            f"does is not shown: {reason}. scripts/check_parity.sh has a recipe that shows it."
         )
     return sentences
 

@@ -1,7 +1,7 @@
 """Whether runs train the same model: compares their curves with a baseline's.
 
-The gate (``t5bench parity``, scripts/check_parity.sh) judges controlled runs, by loss and gradient norm. A comparison
-judges whatever runs it is given, only by the loss, and says which ones it cannot judge.
+One gate, by loss and gradient norm, within bounds that were measured: ``t5bench parity`` and scripts/check_parity.sh,
+and a comparison's sentence "All rows train as ddp does". It has three answers: equal, different and not shown.
 """
 
 import argparse
@@ -10,16 +10,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
 from t5bench import Problem
 from t5bench.compare import sensitivity, traces
 from t5bench.compare.comparable import differing, show, trains
-from t5bench.compare.likely import differing as differing_curves
-from t5bench.compare.likely import likely, relative_difference
-from t5bench.compare.sensitivity import MARGIN, Sensitivity, Tolerance
+from t5bench.compare.sensitivity import MARGIN, Sensitivity
 from t5bench.given_files import read_json
 from t5bench.printed_table import text_table
 from t5bench.record.files import RecordError
@@ -27,45 +25,31 @@ from t5bench.record.plan import by_name
 from t5bench.record.records import load
 from t5bench.record.run import Run
 from t5bench.record.status import COMPLETE, RUNNING
+from training_comparison import verdict as answers
+from training_comparison.curves import TOLERANCE, Comparison, Curves, Difference, compare
+from training_comparison.verdict import (
+    EXIT_DIFFERENT,
+    EXIT_NOT_SHOWN,
+    BlindSpot,
+    Verdict,
+    hidden_by_recipe,
+    verdict_on,
+)
 
 BASELINE_STRATEGY = "ddp"  # with which the others are compared
 
-# All tolerances are relative. The gate's are based on measurements (docs/parity_evidence.md): the largest differences
-# of correct runs, by strategy and layout, and how far a small change of each number moves the curves.
-TOLERANCE = {"fp32": Tolerance(loss=5e-6, norm=5e-6), "bf16": Tolerance(loss=2e-3, norm=2e-2)}
 # With dropout, layouts that draw other masks are judged by a sign test over this many seeds: if both train the same
 # model, each is equally likely to have the larger loss, so all seeds agree by chance once in 2 ** (SEEDS - 1) checks.
 SEEDS = 8
-# A comparison's tolerances of the loss, by precision: looser, because rounding grows with a run's length and learning
-# rate. In bf16 and fp16 a rounding is up to 2**-9 of a number, and layouts round at different places.
-COMPARISON_TOLERANCE = {"fp32": 1e-4, "bf16": 1e-2, "fp16": 1e-2}
-
 NATIVE = "native"  # the engine that draws the same dropout masks in equal layouts
 BASELINE = "baseline"
 EQUAL = "yes"
 DIFFERENT = "NO"
 UNKNOWN = "-"
-# Exit statuses of parity. Curves that agree show nothing of a number that the recipe hides.
-EXIT_DIFFERENT = 1
-EXIT_NOT_SHOWN = 3
+NOT_SHOWN = "not shown"
 ALL_PATCHES = "series"
 # Beginnings of engine arguments that name a run or its files, for each launcher its own.
 NAMES = ("--wandb-", "--tensorboard-", "--save", "--load")
-
-
-@dataclass(frozen=True)
-class Difference:
-    """The largest relative difference of two curves, its iteration, and the first iteration beyond the tolerance.
-
-    If a value of either curve is not finite, the difference is nan, at the first such iteration.
-    """
-
-    largest: float
-    iteration: int
-    first_beyond: int | None
-
-    def __str__(self) -> str:
-        return f"{self.largest:.1e} (it. {self.iteration})"
 
 
 def curve(run: Run, name: str = "lm_loss") -> dict[int, float]:
@@ -85,13 +69,15 @@ def losses_beside(run: Run, other: Run) -> dict[int, float]:
     return {iteration: loss for iteration, loss in curve(run).items() if iteration in shared}
 
 
-def difference(curve: Mapping[int, float], reference: Mapping[int, float], tolerance: float) -> Difference | None:
-    """How two curves differ; None if they share no iteration."""
-    shared = {n: relative_difference(curve[n], reference[n]) for n in sorted(curve.keys() & reference.keys())}
-    if not shared:
-        return None
-    worst = max(shared, key=lambda n: (math.isnan(shared[n]), shared[n]))
-    return Difference(shared[worst], worst, next((n for n, value in shared.items() if not value <= tolerance), None))
+def curves_of(run: Run, losses: Mapping[int, float] | None = None) -> Curves:
+    """A run's losses, or these, and gradient norms."""
+    return Curves(curve(run) if losses is None else losses, curve(run, "grad_norm"), run.name)
+
+
+def compare_runs(run: Run, baseline: Run) -> Comparison:
+    """Two runs of one training, in the bounds of their precision; its loss and norm are None without common lines."""
+    theirs = curves_of(baseline)
+    return compare(curves_of(run, losses_beside(run, baseline)), theirs, TOLERANCE[baseline.plan.precision])
 
 
 def other_training(run: Run, baseline: Run) -> dict[str, tuple[Any, Any]]:
@@ -101,58 +87,115 @@ def other_training(run: Run, baseline: Run) -> dict[str, tuple[Any, Any]]:
 
 @dataclass(frozen=True)
 class Parity:
-    """Whether a row trains as the baseline does: the largest relative difference of the loss, and its iteration."""
+    """Whether a row trains as the baseline does, by the gate."""
 
     verdict: str
+    """EQUAL, DIFFERENT, NOT_SHOWN, BASELINE or UNKNOWN."""
     difference: float | None = None
+    """The largest relative difference of the loss, where it was compared."""
     iteration: int | None = None
+    """Where it is."""
+    norm_difference: float | None = None
+    """The same of the gradient norm."""
+    where: str = ""
+    """Which difference matters most and at which iteration, in words."""
+    why: str = ""
+    """A word for the reason, where it is not shown."""
+    reasons: Sequence[str] = ()
+    """Sentences: what a difference is like, or what would show that there is none."""
 
     def __str__(self) -> str:
-        if self.difference is None:
-            return self.verdict
-        largest = "not a number" if math.isnan(self.difference) else f"{self.difference:.0e}"
-        return f"{self.verdict} ({f'{largest} at {self.iteration}' if self.difference else 0})"
+        return " ".join([self.verdict, *(f"({words})" for words in (self.why, self.where) if words)])
+
+
+def where_in_words(compared: Comparison) -> str:
+    """The larger of the two differences, in units of their bounds, and its iteration."""
+    loss, norm = compared.loss, compared.norm
+    is_in_norm = bool(norm and norm.is_beyond and not (loss and loss.is_beyond))
+    found = norm if is_in_norm else loss
+    if found is None or not found.largest:
+        return "0"
+    size = "not a number" if math.isnan(found.largest) else f"{found.largest:.0e}"
+    return f"{'norm ' if is_in_norm else ''}{size} at {found.largest_step}"
 
 
 def judge(repeats: Sequence[Run], references: Sequence[Run]) -> Parity:
-    """Compares each repeat of a row with the first run of the baseline that is the same training."""
-    plan = repeats[0].plan
-    layout = repeats[0].layout
-    tolerance = COMPARISON_TOLERANCE[plan.precision]
-    found = []
-    for run in repeats:
-        reference = next((other for other in references if not other_training(run, other)), None)
-        if reference is None:
-            return Parity(f"n/a ({', '.join(other_training(run, references[0]))})")
-        own = difference(losses_beside(run, reference), curve(reference), tolerance)
-        if own:
-            found.append(own)
-    if plan.engine_patches != ALL_PATCHES and layout.tp * layout.pp > 1:
-        return Parity("n/a (initial weights)")
-    if not found:
-        return Parity(UNKNOWN)
-    worst = max(found, key=lambda own: (math.isnan(own.largest), own.largest))
-    verdict = EQUAL if worst.largest <= tolerance else DIFFERENT
-    if plan.decimal("DROPOUT") > 0 and not math.isnan(worst.largest):
-        verdict = "n/a (dropout)"
-    return Parity(verdict, worst.largest, worst.iteration)
+    """Compares each repeat of a row with the first run of the baseline that is the same training; the worst counts."""
+    found = [judge_run(run, references) for run in repeats]
+    return max(found, key=_severity)
+
+
+def _severity(one: Parity) -> tuple[int, bool, float]:
+    """Orders verdicts; of equal ones, the largest difference counts, and one that is not a number most."""
+    sizes = [size for size in (one.difference, one.norm_difference) if size is not None]
+    is_no_number = any(map(math.isnan, sizes))
+    return (UNKNOWN, EQUAL, NOT_SHOWN, DIFFERENT).index(one.verdict), is_no_number, max(sizes, default=0.0)
+
+
+def judge_run(run: Run, references: Sequence[Run]) -> Parity:
+    """The gate's verdict on one run of a comparison, which may hold any runs."""
+    reference = next((other for other in references if not other_training(run, other)), None)
+    if reference is None:
+        names = ", ".join(other_training(run, references[0]))
+        return Parity(NOT_SHOWN, why=names, reasons=[f"they are other trainings: make {names} the same"])
+    not_finite = [n for n, loss in curve(run).items() if not math.isfinite(loss)]
+    not_finite += [n for n, norm in curve(run, "grad_norm").items() if not math.isfinite(norm)]
+    if not_finite:
+        return Parity(DIFFERENT, math.nan, min(not_finite), where=f"not a number at {min(not_finite)}")
+    obstacle = what_cannot_be_compared(run, reference)
+    if obstacle:
+        return Parity(NOT_SHOWN, why=obstacle.what, reasons=[obstacle.sentence])
+    compared = compare_runs(run, reference)
+    if compared.loss is None or compared.norm is None:
+        why = "they share no log interval" if compared.loss is None else "no gradient norm was logged"
+        remedy = "set the same LOG_INTERVAL" if compared.loss is None else "log it"
+        return Parity(NOT_SHOWN if compared.loss else UNKNOWN, reasons=[f"{why}: {remedy}"])
+    found = verdict_on(compared, blind_spots(reference, []), reference.plan.decimal("CLIP_GRAD"))
+    by_trace = [*own_contradictions(run), *traced_differences(run, reference)]
+    sizes = (compared.loss.largest, compared.loss.largest_step, compared.norm.largest, where_in_words(compared))
+    if by_trace or found.verdict == answers.DIFFERENT:
+        like = [f"likely: {found.likely}"] if found.likely else []
+        return Parity(DIFFERENT, *sizes, reasons=[*like, *by_trace])
+    if found.verdict == answers.NOT_SHOWN:
+        why = ", ".join(spot.what for spot in found.hidden)
+        return Parity(NOT_SHOWN, *sizes, why, [spot.sentence for spot in found.hidden])
+    return Parity(EQUAL, *sizes)
+
+
+def what_cannot_be_compared(run: Run, reference: Run) -> BlindSpot | None:
+    """Why the gate has no answer for these two, and what to change."""
+    plan = run.plan
+    if plan.precision not in TOLERANCE:
+        sentence = f"no bound was measured for {plan.precision}: train with PRECISION_FLAG='' or --bf16"
+        return BlindSpot(plan.precision, sentence)
+    if plan.engine_patches != ALL_PATCHES and run.layout.tp * run.layout.pp > 1:
+        sentence = "without all patches each layout starts from other weights: bash scripts/setup_megatron.sh"
+        return BlindSpot("initial weights", sentence)
+    if not draws_alike(run, reference):
+        return BlindSpot("dropout", "its dropout masks are others: train with DROPOUT=0")
+    return None
 
 
 def judge_baseline(repeats: Sequence[Run]) -> Parity:
     """Judges the baseline's own row: only a loss that is not a number counts against it."""
     faults = [iteration for run in repeats for iteration, loss in curve(run).items() if not math.isfinite(loss)]
-    return Parity(DIFFERENT, math.nan, faults[0]) if faults else Parity(BASELINE)
+    if faults:
+        return Parity(DIFFERENT, math.nan, faults[0], where=f"not a number at {faults[0]}")
+    return Parity(BASELINE)
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """The verdict on a run, which passed if ``reasons`` is empty; without anything to compare, differences are None."""
+class RunVerdict:
+    """The gate's verdict on a run; without anything to compare, differences are None."""
 
     name: str
     run: Run | None = None
     loss: Difference | str | None = None
     norm: Difference | str | None = None
     reasons: Sequence[str] = ()
+    """Why it failed."""
+    hidden: Sequence[str] = ()
+    """Why its agreement is not shown."""
 
     @property
     def passed(self) -> bool:
@@ -199,45 +242,48 @@ def unlike(run: Run, baseline: Run) -> list[str]:
     ]
 
 
-def verdict(run: Run, baseline: Run) -> Verdict:
+def verdict(run: Run, baseline: Run) -> RunVerdict:
     """The gate's verdict on a run, by its directory's name, and its strategy's if that is another."""
     name = run.name if run.name == run.strategy else f"{run.name} [{run.strategy}]"
     for whose, curves in (("", run), ("the baseline cannot be used: ", baseline)):
         problem = defect(curves)
         if problem:
-            return Verdict(name, run, reasons=[whose + problem])
+            return RunVerdict(name, run, reasons=[whose + problem])
     reasons = unlike(run, baseline)
-    begins = []
-    losses = losses_beside(run, baseline)
-    reference = curve(baseline)
-    allowed = TOLERANCE[baseline.plan.precision]
-    loss = difference(losses, reference, allowed.loss)
-    norm = difference(curve(run, "grad_norm"), curve(baseline, "grad_norm"), allowed.norm)
-    if loss is None or norm is None:
+    compared = compare_runs(run, baseline)
+    if compared.loss is None or compared.norm is None:
         reasons.append("it shares no log interval with the baseline: set the same LOG_INTERVAL for both")
-        return Verdict(name, run, reasons=reasons)
-    alone = sorted(losses.keys() ^ reference.keys())
+        return RunVerdict(name, run, reasons=reasons)
+    alone = sorted(curve(run).keys() ^ curve(baseline).keys())
     if alone:
         reasons.append(f"only one of the two runs logged iteration {alone[0]} ({len(alone)} in all)")
-    for what, found, most in (("loss", loss, allowed.loss), ("gradient norm", norm, allowed.norm)):
-        if found.first_beyond is not None:
-            begins.append(found.first_beyond)
-            where = f"at iteration {found.iteration} (allowed: {most:.0e})"
-            reasons.append(f"the {what} differs by {found.largest:.1e} {where}")
-    if begins:
-        first = min(losses.keys() & reference.keys())
-        flags = run.plan.strategy.flags
-        if list(flags) != list(baseline.plan.strategy.flags):
-            where = f"its launcher's own STRATEGY_FLAGS=({' '.join(flags)})"
-        elif loss.first_beyond == first:
-            where = "the weights, the data and the forward pass"
-        else:
-            where = "gradients and accumulation" if norm.first_beyond == first else "clipping and the optimizer step"
-        reasons.append(f"the difference begins at iteration {min(begins)}: check {where} first")
-        reasons.append(f"likely: {likely_between(run, baseline)}")
+    found = verdict_on(compared, [], baseline.plan.decimal("CLIP_GRAD"))
+    if found.verdict == answers.DIFFERENT:
+        reasons += described(compared, found, run, baseline)
     reasons += own_contradictions(run)
     reasons += traced_differences(run, baseline)
-    return Verdict(name, run, loss, norm, reasons)
+    return RunVerdict(name, run, compared.loss, compared.norm, reasons, [spot.sentence for spot in found.hidden])
+
+
+def described(compared: Comparison, found: Verdict, run: Run, baseline: Run) -> list[str]:
+    """How far the curves are apart, where it begins, what to check first and what it is like."""
+    reasons = []
+    for differs in found.differences:
+        where = f"at iteration {differs.largest_step} (allowed: {differs.bound:.0e})"
+        reasons.append(f"the {differs.what} differs by {differs.largest:.1e} {where}")
+    flags = run.plan.strategy.flags
+    if list(flags) != list(baseline.plan.strategy.flags):
+        first_check = f"its launcher's own STRATEGY_FLAGS=({' '.join(flags)})"
+    elif compared.loss and compared.loss.step == compared.start:
+        first_check = "the weights, the data and the forward pass"
+    elif compared.norm and compared.norm.step == compared.start:
+        first_check = "the gradients, their accumulation and their norm"
+    else:
+        first_check = "clipping and the optimizer step"
+    begin = min(differs.step or 0 for differs in found.differences)
+    reasons.append(f"the difference begins at iteration {begin}: check {first_check} first")
+    reasons.append(f"likely: {found.likely}")
+    return reasons
 
 
 def traced_differences(run: Run, baseline: Run) -> list[str]:
@@ -250,24 +296,6 @@ def traced_differences(run: Run, baseline: Run) -> list[str]:
     if not in_bf16 or not all(traces.is_traced(directory) for directory in directories):
         return []
     return traces.differences_in_bf16(*directories)
-
-
-class LoggedRun(NamedTuple):
-    """A run's curves, as likely() wants them."""
-
-    name: str
-    loss: Mapping[int, float]
-    norm: Mapping[int, float]
-
-
-def likely_between(run: Run, baseline: Run) -> str:
-    """What their difference is like, in judge's words."""
-    allowed = TOLERANCE[baseline.plan.precision]
-    ours = LoggedRun(run.name, losses_beside(run, baseline), curve(run, "grad_norm"))
-    theirs = LoggedRun(baseline.name, curve(baseline), curve(baseline, "grad_norm"))
-    of_loss = differing_curves("loss", ours.loss, theirs.loss, allowed.loss)
-    of_norm = differing_curves("gradient norm", ours.norm, theirs.norm, allowed.norm)
-    return likely(ours, theirs, [found for found in (of_loss, of_norm) if found])
 
 
 def own_contradictions(run: Run) -> list[str]:
@@ -283,7 +311,7 @@ def own_contradictions(run: Run) -> list[str]:
     return traces.contradictions(run.directory, losses, curve(run, "grad_norm"), sums_in_16_bits=in_16_bits)
 
 
-class Curves(msgspec.Struct):
+class ReferenceLines(msgspec.Struct):
     """What native/reference.py prints."""
 
     losses: list[float]
@@ -292,60 +320,46 @@ class Curves(msgspec.Struct):
     """Of the gradients, of every iteration."""
 
 
-def outside_verdict(path: Path, baseline: Run) -> Verdict:
+def outside_verdict(path: Path, baseline: Run) -> RunVerdict:
     """The verdict on the baseline by a reference that shares nothing with its engine but samples and initial weights:
     the curves that native/reference.py printed. Raises Problem."""
     name = "hugging-face"
     problem = defect(baseline)
     if problem:
-        return Verdict(name, reasons=[f"the baseline cannot be used: {problem}"])
-    curves = read_json(path, Curves, "Name the file that native.reference printed its curves to: --outside FILE")
-    losses = dict(enumerate(curves.losses, 1))
-    norms = dict(enumerate(curves.norms, 1))
-    allowed = TOLERANCE[baseline.plan.precision]
+        return RunVerdict(name, reasons=[f"the baseline cannot be used: {problem}"])
+    remedy = "Name the file that native.reference printed its curves to: --outside FILE"
+    printed = read_json(path, ReferenceLines, remedy)
+    outside = Curves(dict(enumerate(printed.losses, 1)), dict(enumerate(printed.norms, 1)), name)
+    own = curves_of(baseline)
+    compared = compare(own, outside, TOLERANCE[baseline.plan.precision])
     reasons = []
-    loss = difference(curve(baseline), losses, allowed.loss)
-    norm = difference(curve(baseline, "grad_norm"), norms, allowed.norm)
-    if losses.keys() != curve(baseline).keys():
-        reasons.append(f"it trained {len(losses)} iterations, the baseline logged {len(curve(baseline))}")
-    for what, differs, most in (("loss", loss, allowed.loss), ("gradient norm", norm, allowed.norm)):
-        if differs and differs.first_beyond is not None:
-            where = f"at iteration {differs.iteration} (allowed: {most:.0e})"
-            reasons.append(
-                f"the {what} of {baseline.strategy} differs from Hugging Face's by {differs.largest:.1e} {where}"
-            )
+    if outside.loss.keys() != own.loss.keys():
+        reasons.append(f"it trained {len(outside.loss)} iterations, the baseline logged {len(own.loss)}")
+    for differs in compared.beyond:
+        where = f"at iteration {differs.largest_step} (allowed: {differs.bound:.0e})"
+        reasons.append(
+            f"the {differs.what} of {baseline.strategy} differs from Hugging Face's by {differs.largest:.1e} {where}"
+        )
     if reasons:
         reasons.append("all strategies may share this mistake")
-    return Verdict(name, None, loss, norm, reasons)
+    return RunVerdict(name, None, compared.loss, compared.norm, reasons)
 
 
-def blind_spots(baseline: Run, measured: Sequence[Sensitivity]) -> list[str]:
+def blind_spots(baseline: Run, measured: Sequence[Sensitivity]) -> list[BlindSpot]:
     """Why these runs might agree in spite of a mistake, judged by the baseline and its recipe's measured sensitivities,
-    and what to change: one sentence each."""
+    and what to change."""
     tolerance = TOLERANCE[baseline.plan.precision]
     found = [
-        f"a mistake of {one.change} in the {one.number} moves the loss by {one.loss:.1e}, the norm by {one.norm:.1e}: "
-        f"less than {MARGIN} times the bound. The recipe of scripts/check_parity.sh reveals it"
+        BlindSpot(
+            one.number,
+            f"a mistake of {one.change} in the {one.number} moves the loss by {one.loss:.1e}, the norm by "
+            f"{one.norm:.1e}: less than {MARGIN} times the bound. The recipe of scripts/check_parity.sh reveals it",
+        )
         for one in measured
         if not one.is_seen(tolerance)
     ]
     norms = curve(baseline, "grad_norm").values()
-    clip = baseline.plan.decimal("CLIP_GRAD")
-    lowest = min(norms)
-    highest = max(norms)
-    if not lowest < clip < highest:
-        where = "no" if clip >= highest or not clip else "every"
-        found.append(
-            f"CLIP_GRAD={clip:g} clips the gradients of {where} iteration, so a wrong scale could go unnoticed. "
-            f"For DDP's norms choose CLIP_GRAD between {lowest:.4g} and {highest:.4g}, "
-            f"for example {math.sqrt(lowest * highest):.3g}"
-        )
-    if baseline.layout.micro_batches < 2:
-        found.append(
-            "an iteration has one micro-batch, so a mistake in accumulating several could go unnoticed. "
-            "Lower MICRO_BATCH_SIZE, or set a larger GLOBAL_BATCH_SIZE"
-        )
-    return found
+    return [*found, *hidden_by_recipe(norms, baseline.plan.decimal("CLIP_GRAD"), baseline.layout.micro_batches)]
 
 
 def draws_alike(run: Run, baseline: Run) -> bool:
@@ -366,17 +380,17 @@ def draws_alike(run: Run, baseline: Run) -> bool:
     return run.plan.decimal("DROPOUT") == 0 or (same and (own.tp * own.pp == 1 or run.engine == NATIVE))
 
 
-def sign_test(runs: Sequence[Run], baselines: Sequence[Run]) -> Verdict:
+def sign_test(runs: Sequence[Run], baselines: Sequence[Run]) -> RunVerdict:
     """The verdict on a strategy with other dropout masks: compares each run with the baseline of its seed."""
     name = runs[0].strategy
     pairs = [(run, other) for run in runs for other in baselines if not other_training(run, other)]
     for run in (run for pair in pairs for run in pair):
         problem = defect(run)
         if problem:
-            return Verdict(name, run, reasons=[f"{run.name}: {problem}"])
+            return RunVerdict(name, run, reasons=[f"{run.name}: {problem}"])
     if len(pairs) < SEEDS:
         needed = f"{SEEDS} seeds each are needed, but there are {len(pairs)}"
-        return Verdict(name, runs[0], reasons=[f"its dropout masks differ from the baseline's: {needed}"])
+        return RunVerdict(name, runs[0], reasons=[f"its dropout masks differ from the baseline's: {needed}"])
     said = []
     reasons = unlike(*pairs[0])
     for what, field in (("loss", "lm_loss"), ("gradient norm", "grad_norm")):
@@ -386,7 +400,7 @@ def sign_test(runs: Sequence[Run], baselines: Sequence[Run]) -> Verdict:
         if larger in (0, len(pairs)):
             by = f"by {fmean(own / its - 1 for own, its in means):.1e} on average"
             reasons.append(f"the {what} is {said[-1]}, {by}; chance does this once in {2 ** (len(pairs) - 1)} checks")
-    return Verdict(name, runs[0], *said, reasons)
+    return RunVerdict(name, runs[0], *said, reasons)
 
 
 def gate(
@@ -394,19 +408,19 @@ def gate(
     baseline: Path | None,
     measured: Sequence[Sensitivity] = (),
     outside: Path | None = None,
-) -> tuple[list[Verdict], list[str]]:
+) -> tuple[list[RunVerdict], list[str]]:
     """The verdict on each run, and the blind spots of all. Raises Problem.
 
     baseline: None for the first run of DDP. outside: a file of native/reference.py, by which DDP itself is judged.
     """
-    verdicts: dict[Path, Verdict | None] = dict.fromkeys(directories)
+    verdicts: dict[Path, RunVerdict | None] = dict.fromkeys(directories)
     runs = {}
     tested = dict[tuple[str, str], list[Run]]()
     for directory in verdicts:
         try:
             runs[directory] = load(directory)
         except RecordError as error:
-            verdicts[directory] = Verdict(directory.name, reasons=[str(error)])
+            verdicts[directory] = RunVerdict(directory.name, reasons=[str(error)])
     baselines = [run for run in runs.values() if run.strategy == BASELINE_STRATEGY]
     if baseline:
         standard = load(baseline)
@@ -434,12 +448,13 @@ def gate(
             verdicts[directory] = verdict(run, standard)
     baselines = [standard, *(run for run in baselines if run.directory != standard.directory)]
     of_seeds = [sign_test(those, baselines) for those in tested.values()]
-    blind = [] if defect(standard) else blind_spots(standard, measured)
+    blind = [] if defect(standard) else [spot.sentence for spot in blind_spots(standard, measured)]
+    blind += dict.fromkeys(f"{entry.name}: {spot}" for entry in verdicts.values() if entry for spot in entry.hidden)
     of_outside = [outside_verdict(outside, standard)] if outside else []
     return [*filter(None, verdicts.values()), *of_seeds, *of_outside], blind
 
 
-def report(verdicts: Sequence[Verdict], blind: Sequence[str]) -> str:
+def report(verdicts: Sequence[RunVerdict], blind: Sequence[str]) -> str:
     """The table and, below it, why runs failed."""
     header = ["run", "engine", "TP/PP/DP", "micro-batches", "loss differs by", "gradient norm differs by", "verdict"]
     rows = []

@@ -6,20 +6,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from t5bench import Problem
-from t5bench.given_files import read_text
 from t5bench.printed_table import text_table
+from training_comparison.curves import Tolerance
+from training_comparison.given_files import read_text
 
 MARGIN = 10  # a mistake can hide in a number whose change moves neither curve by so many times the tolerance
-
-
-class Tolerance(NamedTuple):
-    """The relative differences of loss and gradient norm that the gate allows, far above those of correct runs."""
-
-    loss: float
-    norm: float
-
-    def __str__(self) -> str:
-        return f"loss {self.loss:.0e}, norm {self.norm:.0e}"
 
 
 MEASURE_AGAIN = "Measure them again: bash scripts/check_parity.sh --sensitivity"

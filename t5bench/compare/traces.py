@@ -16,7 +16,7 @@ from statistics import fmean
 import msgspec
 
 from t5bench import Problem
-from t5bench.given_files import read_text
+from training_comparison.given_files import read_text
 
 DIRECTORY = "trace"  # of a run directory
 MOST_BYTES_OF_A_TRACE = 1 << 32  # of one rank

@@ -13,7 +13,7 @@ from typing import Any
 
 from t5bench import Problem, digest
 from t5bench.corpus.index import dataset_paths
-from t5bench.given_files import open_file, read_file
+from training_comparison.given_files import open_file, read_file
 
 CHECKSUMS = Path("~/.cache/t5-parallelism/checksums")
 DIGITS = 64  # of a sha256 in hexadecimal

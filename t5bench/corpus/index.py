@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from t5bench import REPOSITORY, Problem, digest
-from t5bench.given_files import read_file
+from training_comparison.given_files import read_file
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1

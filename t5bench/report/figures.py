@@ -10,12 +10,13 @@ import msgspec
 from msgspec.structs import replace
 
 from t5bench.compare.comparison import Comparison
-from t5bench.compare.parity import curve, losses_beside, relative_difference
+from t5bench.compare.parity import curve, losses_beside
 from t5bench.compare.rows import Row
 from t5bench.profile.parts import PARTS, Profile, RankRecord
 from t5bench.record.run import Run
 from t5bench.report.tables import duration_text, is_on_loopback, mark, named_rows, predicted_bytes, profile_of
 from t5bench.text import processes
+from training_comparison.curves import relative_difference
 
 INK = "currentColor"
 GRID = "var(--grid)"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from t5bench import REPOSITORY, Problem, note, raise_on_signals
-from t5bench.compare.parity import EXIT_DIFFERENT, EXIT_NOT_SHOWN, NATIVE, SEEDS, TOLERANCE
+from t5bench.compare.parity import NATIVE, SEEDS
 from t5bench.compare.sensitivity import MARGIN
 from t5bench.costmodel.schedule import INTERLEAVED, ZERO_BUBBLE
 from t5bench.plan.launchers import accepted, declarations, tell_left_out
@@ -19,6 +19,8 @@ from t5bench.record.records import load
 from t5bench.sweep.launch import BASELINE, Launch, PlannedRun, choose, plan_runs
 from t5bench.sweep.sweep import run_all, t5bench
 from t5bench.unread import never_wait
+from training_comparison.curves import TOLERANCE
+from training_comparison.verdict import EXIT_DIFFERENT, EXIT_NOT_SHOWN
 
 MEGATRON = "megatron"
 # Numbers that have no setting. With an epsilon as large as the gradients and a short memory of their squares, mistakes

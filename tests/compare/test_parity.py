@@ -12,14 +12,12 @@ from t5bench import Problem
 from t5bench.__main__ import main
 from t5bench.compare.parity import (
     EXIT_NOT_SHOWN,
-    TOLERANCE,
-    difference,
     draws_alike,
     outside_verdict,
-    relative_difference,
 )
 from t5bench.compare.sensitivity import Sensitivity
 from t5bench.record.records import load
+from training_comparison.curves import TOLERANCE, difference, relative_difference
 
 LOSSES = (8.0, 7.9, 7.6, 7.5)
 NORMS = (2.0, 1.5, 1.0, 0.8)
@@ -75,10 +73,10 @@ def test_differences_by_hand():
     assert relative_difference(8.2, 8.0) == pytest.approx(0.025)
     assert relative_difference(0.0, 0.0) == 0
     assert relative_difference(1e-9, 0.0) == math.inf
-    found = difference({1: 8.0, 2: 7.91, 3: 7.0, 9: 1.0}, {1: 8.0, 2: 7.9, 3: 7.5, 4: 7.0}, 1e-4)
-    assert (found.largest, found.iteration, found.first_beyond) == (pytest.approx(0.5 / 7.5), 3, 2)
-    assert math.isnan(difference({1: 9.0, 2: math.nan}, {1: 8.0, 2: 7.9}, 1.0).largest)
-    assert difference({1: 8.0}, {2: 8.0}, 1e-4) is None
+    found = difference("loss", {1: 8.0, 2: 7.91, 3: 7.0, 9: 1.0}, {1: 8.0, 2: 7.9, 3: 7.5, 4: 7.0}, 1e-4)
+    assert (found.largest, found.largest_step, found.step) == (pytest.approx(0.5 / 7.5), 3, 2)
+    assert math.isnan(difference("loss", {1: 9.0, 2: math.nan}, {1: 8.0, 2: 7.9}, 1.0).largest)
+    assert difference("loss", {1: 8.0}, {2: 8.0}, 1e-4) is None
 
 
 def test_curves_that_differ_only_by_rounding_pass(ddp: Path, tmp_path: Path, parity: Parity):
@@ -95,7 +93,10 @@ def test_curves_that_differ_only_by_rounding_pass(ddp: Path, tmp_path: Path, par
     ("made", "says"),
     [
         ({"losses": scaled(LOSSES, 0, 1 + 3e-5)}, "begins at iteration 1: check the weights, the data"),
-        ({"norms": scaled(NORMS, 0, 1 - 3e-5)}, "begins at iteration 1: check gradients and accumulation first"),
+        (
+            {"norms": scaled(NORMS, 0, 1 - 3e-5)},
+            "begins at iteration 1: check the gradients, their accumulation and their norm first",
+        ),
         ({"losses": scaled(LOSSES, 2, 1 - 3e-5)}, "begins at iteration 3: check clipping and the optimizer step first"),
         (
             {"norms": [2 * norm for norm in NORMS]},

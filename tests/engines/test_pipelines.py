@@ -8,7 +8,7 @@ import pytest
 from real_runs import EXACT, train
 
 from t5bench.checkpoint_form import TRACKER
-from t5bench.compare.parity import TOLERANCE, curve, difference
+from t5bench.compare.parity import compare_runs
 from t5bench.record.records import load
 from t5bench.record.run import Run
 
@@ -38,9 +38,8 @@ def trained(sample_data: Path, gpt: dict[str, str], tmp_path_factory: pytest.Tem
 
 def assert_equal(run: Run, baseline: Run) -> None:
     """In fp32 both curves differ by rounding alone."""
-    allowed = TOLERANCE["fp32"]
-    for field, most in (("lm_loss", allowed.loss), ("grad_norm", allowed.norm)):
-        assert difference(curve(run, field), curve(baseline, field), 0.0).largest <= most
+    compared = compare_runs(run, baseline)
+    assert compared.loss and compared.norm and not compared.beyond
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,10 @@ from pathlib import Path
 sys.path.extend(str(Path(__file__).resolve().parents[level]) for level in (1, 2))
 from real_runs import GATE, train
 
-from t5bench.compare.parity import TOLERANCE, difference
 from t5bench.compare.parity import curve as curve_of
 from t5bench.printed_table import text_table
 from t5bench.sweep.parity_check import ARGUMENTS
+from training_comparison.curves import TOLERANCE, difference
 
 ZERO = ("zero1", "zero2", "zero3", "zero3_offload")
 FIELDS = ("lm_loss", "grad_norm")
@@ -59,7 +59,7 @@ def main(data: str, precision: str = "fp32", runs: str = "100") -> int:
         pp = 2 if strategy in ("pipeline", "hybrid", "3d") else 1
         size = (4 * processes // (tp * pp), precision, data, 1000 + number // 4)
         pairs = zip(curves(strategy, tp, processes, *size), curves("ddp", 1, 1, *size), strict=True)
-        loss, norm = (difference(ours, theirs, 0.0).largest for ours, theirs in pairs)
+        loss, norm = (difference("", ours, theirs, 0.0).largest for ours, theirs in pairs)
         alarms += loss > allowed.loss or norm > allowed.norm
         sizes, count, most_loss, most_norm = largest.get((strategy, tp, pp), (set(), 0, 0.0, 0.0))
         largest[strategy, tp, pp] = sizes | {processes}, count + 1, max(most_loss, loss), max(most_norm, norm)

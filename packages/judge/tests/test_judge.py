@@ -12,7 +12,8 @@ import pytest
 from made_runs import make_run
 
 from t5bench.__main__ import main
-from t5bench_judge.curves import Names, read_curves
+from t5bench_judge.columns import Names
+from t5bench_judge.logs import read_log
 
 STEPS = range(1, 21)
 Row = dict[str, float]
@@ -126,7 +127,7 @@ def test_lengths_and_intervals(judged):
     status, said = judged(training()[:12])
     assert status == 0 and "note: 8 steps are in one log alone, the first of them step 13" in said
     status, said = judged(training()[4::5])
-    assert status == 2 and "one log has a line every 5 steps, the other every 1" in said
+    assert status == 0 and "one log has a line every 5 steps, the other every 1: the steps that both" in said
     later = training(lambda row: row.update(step=row["step"] + 100))
     status, said = judged(later)
     assert status == 2 and "the logs share no step: they have 101 to 120 and 1 to 20" in said
@@ -167,7 +168,7 @@ def test_csv(tmp_path: Path):
         writer = csv.DictWriter(file, ["step", "loss", "grad_norm"])
         writer.writeheader()
         writer.writerows(training())
-    assert read_curves(path, Names()).loss == {row["step"]: row["loss"] for row in training()}
+    assert read_log(path, Names()).curves.loss == {row["step"]: row["loss"] for row in training()}
 
 
 def test_trainer_state(tmp_path: Path):
@@ -175,9 +176,9 @@ def test_trainer_state(tmp_path: Path):
     lines = [row | {"epoch": 0.1} for row in training()]
     lines += [{"step": 20, "eval_loss": 7.0}, {"step": 20, "train_loss": 6.1, "train_runtime": 12.0}]
     (tmp_path / "trainer_state.json").write_text(json.dumps({"global_step": 20, "log_history": lines}))
-    found = read_curves(tmp_path, Names())
+    found = read_log(tmp_path, Names())
     assert found.source == "transformers"
-    assert found.norm == {row["step"]: row["grad_norm"] for row in training()} and len(found.loss) == 20
+    assert found.curves.norm == {row["step"]: row["grad_norm"] for row in training()} and len(found.curves.loss) == 20
 
 
 def test_tensorboard(tmp_path: Path):
@@ -187,9 +188,9 @@ def test_tensorboard(tmp_path: Path):
         for row in training():
             writer.add_scalar("train/loss", row["loss"], row["step"])
             writer.add_scalar("train/grad_norm", row["grad_norm"], row["step"])
-    found = read_curves(tmp_path, Names())
-    assert found.loss == pytest.approx({row["step"]: row["loss"] for row in training()}, rel=1e-7)
-    assert found.norm.keys() == found.loss.keys()
+    found = read_log(tmp_path, Names())
+    assert found.curves.loss == pytest.approx({row["step"]: row["loss"] for row in training()}, rel=1e-7)
+    assert found.curves.norm.keys() == found.curves.loss.keys()
 
 
 def test_offline_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -201,19 +202,19 @@ def test_offline_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
             run.log({"train/" + name: value for name, value in row.items() if name != "step"}, step=row["step"])
     (directory,) = tmp_path.glob("wandb/offline-run-*")
     for _ in range(100):  # W&B's own process writes the last block when the run has already ended
-        found = read_curves(directory, Names())
-        if len(found.loss) == len(training()):
+        found = read_log(directory, Names())
+        if len(found.curves.loss) == len(training()):
             break
         time.sleep(0.1)
-    assert found.loss == {row["step"]: row["loss"] for row in training()}
-    assert found.norm == {row["step"]: row["grad_norm"] for row in training()}
+    assert found.curves.loss == {row["step"]: row["loss"] for row in training()}
+    assert found.curves.norm == {row["step"]: row["grad_norm"] for row in training()}
 
 
 def test_run_directories_are_judged_with_what_their_recipe_hides(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     for name in ("ddp", "zero1"):
-        make_run(tmp_path / name, name, elapsed_ms=[100.0] * 10)
+        make_run(tmp_path / name, name, elapsed_ms=[100.0] * 10, settings={"CLIP_GRAD": "2"})
     assert main(["judge", str(tmp_path / "zero1"), str(tmp_path / "ddp")]) == 3
-    assert "CLIP_GRAD=1 clips the gradients of" in capsys.readouterr().out
+    assert "CLIP_GRAD=2 clips the gradients of no iteration" in capsys.readouterr().out
 
 
 def test_files_that_are_no_logs(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -28,10 +28,11 @@ from t5bench_ledger.answer import NoAnswer
 from t5bench_ledger.changes import CHANGES
 from t5bench_ledger.costs import Cost
 from t5bench_ledger.counts import LiveStorages
-from t5bench_ledger.judge import DOES_NOT_RUN, RIGHT, WRONG, Curves, Verdict, judge, why
+from t5bench_ledger.judge import DOES_NOT_RUN, RIGHT, WRONG, CellVerdict, judge, why
 from t5bench_ledger.modes import MODES, RELEASES, STRATEGIES, deepspeed_json, library_of
 from t5bench_ledger.spans import published, releases_in, spans_of
 from t5bench_ledger.words import size_in_words
+from training_comparison.curves import Curves
 
 MODE = {mode.name: mode for mode in MODES}
 REFERENCE = Curves({1: 8.0, 2: 7.0}, {1: 2.0, 2: 1.5})
@@ -467,7 +468,7 @@ def test_unknown_names_are_refused(tmp_path, option):
 
 def test_every_strategy_of_a_mode_exists():
     assert {strategy for mode in MODES for strategy in mode.strategies} == set(STRATEGIES)
-    assert isinstance(judge(REFERENCE, REFERENCE, "fp32"), Verdict)
+    assert isinstance(judge(REFERENCE, REFERENCE, "fp32"), CellVerdict)
 
 
 def test_what_a_launcher_reads_of_torch(tmp_path):

@@ -102,7 +102,7 @@ for cell in json.load(sys.stdin):
 
 
 @pytest.fixture(scope="module")
-def verdicts(tmp_path_factory) -> dict[str, judge.Verdict]:
+def verdicts(tmp_path_factory) -> dict[str, judge.CellVerdict]:
     """What the ledger says of the loop with each fault, on two processes."""
     folders = {}
     cells = []

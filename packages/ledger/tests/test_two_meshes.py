@@ -8,10 +8,10 @@ import sys
 import pytest
 from support import REPO_ROOT
 
-from t5bench.compare.parity import TOLERANCE
 from t5bench.plan.ports import free_port
 from t5bench_ledger.measure import processes_of, program_of
 from t5bench_ledger.modes import FSDP2_TENSOR, MODES
+from training_comparison.curves import TOLERANCE
 
 # FSDP2 gives each gradient to tensor parallelism in this method: here in the precision that the case asks for.
 TRAININGS = """

@@ -5,13 +5,13 @@ from pathlib import Path
 from t5bench import Problem
 from t5bench.choose.search.runs import Runner
 from t5bench.choose.space import Candidate
-from t5bench.compare.parity import EXIT_DIFFERENT, EXIT_NOT_SHOWN
 from t5bench.plan.families import FAMILIES
 from t5bench.plan.scripts import script_defaults
 from t5bench.record.settings import MODEL_FAMILIES
 from t5bench.sweep.launch import BASELINE
 from t5bench.sweep.parity_check import ARGUMENTS
 from t5bench.sweep.sweep import t5bench
+from training_comparison.verdict import EXIT_DIFFERENT, EXIT_NOT_SHOWN
 
 HEAD_SIZE = 16
 RECIPE = ("LR", "MIN_LR", "LR_WARMUP_ITERS", "WEIGHT_DECAY", "CLIP_GRAD", "SEED", "TRAIN_ITERS", "MODEL_PRESET")

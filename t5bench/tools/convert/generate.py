@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from t5bench import Problem
-from t5bench.given_files import read_text
 from t5bench.text import visible
 from t5bench.tools.convert import spans
 from t5bench.tools.convert.exported import ExportedModel, open_model
+from training_comparison.given_files import read_text
 
 
 def run(arguments: argparse.Namespace) -> int:

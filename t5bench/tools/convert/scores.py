@@ -10,8 +10,8 @@ import torch
 from torch.nn import functional as F
 
 from t5bench import Problem
-from t5bench.given_files import open_file, read_text
 from t5bench.tools.convert.exported import ExportedModel
+from training_comparison.given_files import open_file, read_text
 
 MOST_BYTES_OF_TEXT = 1 << 30
 

@@ -12,7 +12,6 @@ from native.pieces import WEIGHTS
 from t5bench import Problem
 from t5bench.checkpoint_form import TRACKER
 from t5bench.costmodel.job import Architecture
-from t5bench.given_files import read_text
 from t5bench.record.checkpoints import RESHAPED_FROM, Checkpoints, is_of_an_earlier_release
 from t5bench.record.records import load, load_settings
 from t5bench.record.run import Run
@@ -20,6 +19,7 @@ from t5bench.tools.convert.checkpoint_file import read_checkpoint_file
 from t5bench.tools.convert.foreign import arguments_of, of_this_model
 from t5bench.tools.convert.shards import Sharding, Weights, whole_weights
 from t5bench.tools.convert.stored import StoredTensors, is_stored
+from training_comparison.given_files import read_text
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 IMPORTED = "release"  # Megatron's name for a checkpoint of no iteration

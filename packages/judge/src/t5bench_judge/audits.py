@@ -1,17 +1,15 @@
 """The lines that audit.py wrote: what each rank had at each step, and where two trainings first differ."""
 
+import json
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
-
-from t5bench import Problem
-from t5bench.compare.likely import relative_difference
-from t5bench.compare.traces import ranks_in_words
-from t5bench.given_files import read_text
+from training_comparison.curves import relative_difference
+from training_comparison.given_files import read_text
+from training_comparison.problem import Problem
 
 REMEDY = "Give the directory that audit() wrote, of one training alone"
 MOST_BYTES = 1 << 28
@@ -23,20 +21,30 @@ GRADIENTS = "gradients"
 PARAMETERS = "parameters"
 
 
-class Line(msgspec.Struct):
+@dataclass(frozen=True)
+class Line:
     """A rank's line of a step."""
 
     step: int
     rank: int
     world: int
-    loss: float | str | None
-    """Of this rank's samples; "NaN" and "Infinity" are text."""
-    grad_norm: float | str
-    gradients: dict[str, float | str]
+    loss: float | None
+    """Of this rank's samples."""
+    gradients: Mapping[str, float]
     """The norm of each module's."""
-    parameters: dict[str, tuple[float | str, float | str, float | str, int]]
+    parameters: Mapping[str, tuple[float, float, float, int]]
     """Of each module: norm, two products with fixed vectors, exact checksum."""
-    audit: int = 1
+
+    @classmethod
+    def of(cls, text: str) -> "Line":
+        """Raises ValueError, LookupError or TypeError."""
+        line = json.loads(text)
+        gradients = {str(name): float(norm) for name, norm in line["gradients"].items()}
+        parameters = {}
+        for name, (norm, first, second, bits) in line["parameters"].items():
+            parameters[str(name)] = (float(norm), float(first), float(second), int(bits))
+        loss = None if line["loss"] is None else float(line["loss"])
+        return cls(int(line["step"]), int(line["rank"]), int(line["world"]), loss, gradients, parameters)
 
 
 @dataclass(frozen=True)
@@ -71,13 +79,12 @@ class Audit:
     def __init__(self, directory: Path) -> None:
         self.lines: dict[int, dict[int, Line]] = {}
         for path in files_of(directory):
-            decoder = msgspec.json.Decoder(Line)
             for text in read_text(path, REMEDY, MOST_BYTES).splitlines():
                 if not text.endswith("}"):  # of a run that was killed
                     continue
                 try:
-                    line = decoder.decode(with_numbers(text))
-                except msgspec.MsgspecError as error:
+                    line = Line.of(text)
+                except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
                     raise Problem(f"{path} has a line that is no audit's: {error}", REMEDY) from error
                 own = self.lines.setdefault(line.step, {})
                 if line.rank in own:
@@ -91,7 +98,7 @@ class Audit:
         """The mean of the ranks' losses, by step, without steps of which a loss is missing."""
         found = {}
         for step, by_rank in sorted(self.lines.items()):
-            losses = [number(line.loss) for line in by_rank.values() if line.loss is not None]
+            losses = [line.loss for line in by_rank.values() if line.loss is not None]
             if losses:
                 found[step] = math.fsum(losses) / len(losses) if all(map(math.isfinite, losses)) else math.nan
         return found
@@ -107,10 +114,10 @@ class Audit:
         for _, line in sorted(self.lines[step].items()):
             own = {GRADIENTS: line.gradients, PARAMETERS: {name: one[0] for name, one in line.parameters.items()}}
             for name, value in own[what].items():
-                found.setdefault(name, number(value))
+                found.setdefault(name, value)
         return found
 
-    def parameters_of(self, step: int, name: str) -> tuple[float | str, float | str, float | str, int]:
+    def parameters_of(self, step: int, name: str) -> tuple[float, float, float, int]:
         """As the first rank has it that has the module."""
         lines = self.lines[step]
         return next(lines[rank].parameters[name] for rank in sorted(lines) if name in lines[rank].parameters)
@@ -127,7 +134,7 @@ class Audit:
                     wrong[name] = minority(bits)
             if wrong:
                 first = next(iter(wrong))
-                norms = [number(line.parameters[first][0]) for line in by_rank.values() if first in line.parameters]
+                norms = [line.parameters[first][0] for line in by_rank.values() if first in line.parameters]
                 return Place(step, PARAMETERS, list(wrong), len(names), spread(norms), wrong[first])
         return None
 
@@ -142,18 +149,6 @@ def is_audit(directory: Path) -> bool:
         with path.open() as file:
             return file.read(9) == '{"audit":'
     return False
-
-
-def with_numbers(text: str) -> str:
-    """Python writes NaN and Infinity, which JSON does not have."""
-    for word in ("-Infinity", "Infinity", "NaN"):
-        for before in (": ", "[", ", "):
-            text = text.replace(f"{before}{word}", f'{before}"{word}"')
-    return text
-
-
-def number(value: float | str) -> float:
-    return float(value)
 
 
 def minority(bits: Mapping[int, int]) -> tuple[int, ...]:
@@ -174,8 +169,8 @@ def of_the_ranks(apart: Place, other: Audit, own: Audit) -> tuple[int, ...]:
         right = other.parameters_of(apart.step, name)
     except StopIteration:
         return apart.ranks
-    far = {rank: abs(number(line.parameters[name][1]) - number(right[1])) for rank, line in by_rank.items()}
-    if min(far.values()) > ALLOWED["fp32"][0] * number(right[0]):
+    far = {rank: abs(line.parameters[name][1] - right[1]) for rank, line in by_rank.items()}
+    if min(far.values()) > ALLOWED["fp32"][0] * right[0]:
         return apart.ranks  # none has what the other training has
     return tuple(rank for rank, distance in far.items() if distance > min(far.values())) or apart.ranks
 
@@ -226,10 +221,10 @@ def between_products(first: Audit, second: Audit, step: int, name: str) -> float
     """The relative difference of a module's values, estimated from their products; 0 where slices have none."""
     ours = first.parameters_of(step, name)
     theirs = second.parameters_of(step, name)
-    norm = number(theirs[0])
+    norm = theirs[0]
     if not norm or not any(ours[1:3]) or not any(theirs[1:3]):
         return 0.0
-    apart = [number(one) - number(other) for one, other in zip(ours[1:3], theirs[1:3], strict=True)]
+    apart = [one - other for one, other in zip(ours[1:3], theirs[1:3], strict=True)]
     return math.hypot(*apart) / norm
 
 
@@ -243,7 +238,12 @@ def ranks_apart(first: Audit, second: Audit, step: int, bound: float) -> tuple[i
     for rank, line in ours.items():
         if line.loss is None or theirs[rank].loss is None:
             return ()
-        apart = relative_difference(number(line.loss), number(theirs[rank].loss or 0.0))
+        apart = relative_difference(line.loss, theirs[rank].loss or 0.0)
         if not apart <= bound:
             found.append(rank)
     return tuple(found) if len(found) < len(ours) else ()
+
+
+def ranks_in_words(ranks: Sequence[int]) -> str:
+    word = "rank" if len(ranks) == 1 else "ranks"
+    return f"{word} {', '.join(map(str, ranks))}"

@@ -7,12 +7,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from t5bench import Problem
-from t5bench.compare.likely import Differing
-from t5bench.compare.parity import EXIT_DIFFERENT, EXIT_NOT_SHOWN, TOLERANCE
 from t5bench_judge.audits import Audit, first_difference, of_the_ranks
-from t5bench_judge.curves import Curves, Names, read_curves
-from t5bench_judge.verdict import DIFFERENT, EQUAL, NOT_SHOWN, Verdict, verdict
+from t5bench_judge.columns import Names
+from t5bench_judge.logs import Log, read_log
+from t5bench_judge.verdict import Answer, answer
+from training_comparison.curves import TOLERANCE, Difference
+from training_comparison.problem import Problem
+from training_comparison.verdict import DIFFERENT, EQUAL, EXIT_DIFFERENT, EXIT_NOT_SHOWN, NOT_SHOWN
 
 DESCRIPTION = (
     "Whether two trainings are the same, by their logs: run directories, JSON lines, CSV, transformers' "
@@ -40,36 +41,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="for programs")
 
 
-def precision_of(arguments: argparse.Namespace, logs: tuple[Curves, Curves]) -> str:
+def precision_of(arguments: argparse.Namespace, logs: tuple[Log, Log]) -> str:
     """Raises Problem for a precision without bounds."""
     if arguments.precision:
         return arguments.precision
-    recorded = [log.run.plan.precision for log in logs if log.run]
+    recorded = [log.precision for log in logs if log.precision]
     for precision in recorded:
         if precision not in TOLERANCE:
             raise Problem(f"a run is in {precision}, for which no bound was measured", "Train in fp32 or bf16")
     return "bf16" if "bf16" in recorded else FP32
 
 
-def sentence(difference: Differing) -> str:
+def sentence(difference: Difference) -> str:
     largest = "not a number" if math.isnan(difference.largest) else f"{difference.largest:.1e}"
     values = f"{difference.first:.9g} and {difference.second:.9g}"
     most = f"at most {largest} at step {difference.largest_step} (bound: {difference.bound:.0e})"
     return f"the {difference.what} first differs at step {difference.step}: {values}; {most}"
 
 
-def lines_of(found: Verdict) -> list[str]:
-    given = f"{found.steps} steps, bounds of {found.precision}: {found.bounds}, relative"
+def lines_of(answered: Answer) -> list[str]:
+    found = answered.found
+    given = f"{answered.steps} steps, bounds of {answered.precision}: {answered.bounds}, relative"
     lines = [f"{found.verdict.upper()}: {given}"]
     lines += [sentence(difference) for difference in found.differences]
     if found.likely:
         lines.append(f"likely: {found.likely}")
-    lines += [f"a mistake could hide: {reason}" for reason in found.hidden]
-    lines += [f"note: {note}" for note in found.notes]
+    lines += [f"a mistake could hide: {spot.sentence}" for spot in found.hidden]
+    lines += [f"note: {note}" for note in answered.notes]
     return lines
 
 
-def located(logs: tuple[Curves, Curves], precision: str) -> str:
+def located(logs: tuple[Log, Log], precision: str) -> str:
     """Raises Problem where a log is no audit."""
     first, second = (audit_of(log) for log in logs)
     lines = []
@@ -84,28 +86,38 @@ def located(logs: tuple[Curves, Curves], precision: str) -> str:
     return "\n".join(lines)
 
 
-def audit_of(log: Curves) -> Audit:
+def audit_of(log: Log) -> Audit:
     """Raises Problem."""
     if not log.audit:
         raise Problem(f"{log.name} is no audit, so nobody knows what its modules did", "docs/judge.md: audit")
     return log.audit
 
 
-def to_json(found: Verdict) -> dict[str, Any]:
-    return asdict(found) | {"bounds": found.bounds._asdict()}
+def to_json(answered: Answer) -> dict[str, Any]:
+    found = answered.found
+    return {
+        "verdict": found.verdict,
+        "precision": answered.precision,
+        "bounds": answered.bounds._asdict(),
+        "steps": answered.steps,
+        "differences": [asdict(difference) for difference in found.differences],
+        "likely": found.likely,
+        "hidden": [spot.sentence for spot in found.hidden],
+        "notes": answered.notes,
+    }
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Raises Problem."""
     names = Names(arguments.step, arguments.loss, arguments.norm)
-    logs = (read_curves(arguments.first, names), read_curves(arguments.second, names))
+    logs = (read_log(arguments.first, names), read_log(arguments.second, names))
     precision = precision_of(arguments, logs)
-    found = verdict(*logs, precision)
+    answered = answer(*logs, precision)
     place = located(logs, precision) if arguments.locate else ""
     if arguments.json:
-        print(json.dumps(to_json(found) | ({"place": place} if arguments.locate else {})))
+        print(json.dumps(to_json(answered) | ({"place": place} if arguments.locate else {})))
     else:
-        print("\n".join(lines_of(found)))
+        print("\n".join(lines_of(answered)))
         if arguments.locate:
             print(place)
-    return EXIT_STATUS[found.verdict]
+    return EXIT_STATUS[answered.found.verdict]

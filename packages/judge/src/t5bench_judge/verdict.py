@@ -1,123 +1,239 @@
 """Whether two trainings are the same, by their logs: equal, different or not shown; and what a difference is like.
 
-The bounds are those of the parity gate (docs/parity.md), measured on correct runs. A log that was rounded is given the
-rounding besides.
+The bounds are those of training_comparison, measured on correct runs. A log that was rounded is given the rounding
+besides.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
-from t5bench import Problem
-from t5bench.compare.likely import Differing, differing, likely
-from t5bench.compare.parity import TOLERANCE, blind_spots, other_training
-from t5bench.compare.sensitivity import Tolerance
-from t5bench.compare.traces import ranks_in_words
-from t5bench_judge.audits import of_the_ranks, ranks_apart
-from t5bench_judge.curves import Curves, resolution
+from t5bench_judge.audits import of_the_ranks, ranks_apart, ranks_in_words
+from t5bench_judge.logs import Log, resolution
+from training_comparison.curves import (
+    LOSS,
+    TOLERANCE,
+    Comparison,
+    Curves,
+    Difference,
+    Tolerance,
+    compare,
+)
+from training_comparison.problem import Problem
+from training_comparison.verdict import DIFFERENT, BlindSpot, Verdict, hidden_by_recipe, verdict_on
 
-EQUAL = "equal"
-DIFFERENT = "different"
-NOT_SHOWN = "not shown"
 LEAST_STEPS = 3  # the first shows gradients, the second an update, the third the optimizer's memory
 LEAST_MOVE = 100  # a loss that moves by fewer bounds hides a mistake in what moves it
 COARSE = 10  # rounding by so many bounds hides what the bound would show
 
 
 @dataclass(frozen=True)
-class Verdict:
-    verdict: str
-    """One of EQUAL, DIFFERENT and NOT_SHOWN."""
+class Answer:
+    """The verdict on two logs, and what was compared."""
+
+    found: Verdict
     precision: str
     bounds: Tolerance
     steps: int
     """Compared."""
-    differences: list[Differing] = field(default_factory=list)
-    likely: str = ""
-    """What the difference is like, with the reason."""
-    hidden: list[str] = field(default_factory=list)
-    """Why an agreement might hide a mistake."""
-    notes: list[str] = field(default_factory=list)
+    notes: Sequence[str] = field(default_factory=list)
 
 
-def verdict(first: Curves, second: Curves, precision: str) -> Verdict:
+def answer(first: Log, second: Log, precision: str) -> Answer:
     """Raises Problem where the two logs cannot be compared."""
-    steps = sorted(first.loss.keys() & second.loss.keys())
-    if not steps:
-        spans = " and ".join(f"{min(one.loss)} to {max(one.loss)}" for one in (first, second))
+    bounds = TOLERANCE[precision]
+    pair = aligned(first, second, bounds)
+    steps = sorted(pair.ours.loss.keys() & pair.theirs.loss.keys())
+    compared = compare(pair.ours, pair.theirs, bounds, rounding(first, second))
+    notes = [*pair.notes, *_notes(first, second, pair, steps)]
+    one_rank = _of_one_rank(first, second, compared)
+    if one_rank:
+        found = Verdict(DIFFERENT, compared.beyond, one_rank)
+    else:
+        clip = first.clip if first.clip == second.clip else 0.0
+        found = verdict_on(compared, _hidden(first, second, compared, steps), clip)
+        like = equal_if_shifted(first, second, pair, bounds) if found.verdict == DIFFERENT else ""
+        found = replace(found, likely=like or found.likely)
+    return Answer(found, precision, bounds, len(steps), notes)
+
+
+def rounding(first: Log, second: Log) -> Tolerance:
+    """How far the rounding of both logs may have moved their values together."""
+    of_loss = resolution(first.curves.loss) + resolution(second.curves.loss)
+    return Tolerance(of_loss, resolution(first.curves.norm) + resolution(second.curves.norm))
+
+
+# ---- which step of one log is which of the other -------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two logs' curves by the same steps."""
+
+    ours: Curves
+    theirs: Curves
+    notes: Sequence[str] = ()
+
+
+def aligned(first: Log, second: Log, bounds: Tolerance) -> Pair:
+    """The curves by common steps, without what is not a number in both. Raises Problem."""
+    notes: list[str] = []
+    ours, theirs = first.curves, second.curves
+    shift = _shift(first, second, bounds)
+    if shift:
+        ours = shifted(ours, shift)
+        begins = f"{first.name} begins at step {min(first.curves.loss)}, {second.name} at {min(second.curves.loss)}"
+        notes.append(f"compared as if shifted by one step, because {begins}: their lines agree in that order")
+    if not ours.loss.keys() & theirs.loss.keys():
+        spans = " and ".join(f"{min(one.curves.loss)} to {max(one.curves.loss)}" for one in (first, second))
         remedy = "Log the same steps, or name their column with --step"
         raise Problem(f"the logs share no step: they have {spans}", remedy)
-    _check_intervals(first, second)
-    bounds = TOLERANCE[precision]
-    of_loss = differing("loss", first.loss, second.loss, bounds.loss, _rounded(first.loss, second.loss))
-    of_norm = differing("gradient norm", first.norm, second.norm, bounds.norm, _rounded(first.norm, second.norm))
-    differences = [found for found in (of_loss, of_norm) if found]
-    notes = _notes(first, second, steps)
-    one_rank = _of_one_rank(first, second, differences)
-    if differences or one_rank:
-        like = one_rank or likely(first, second, differences)
-        return Verdict(DIFFERENT, precision, bounds, len(steps), differences, like, notes=notes)
-    hidden = _hidden(first, second, steps, bounds)
-    return Verdict(NOT_SHOWN if hidden else EQUAL, precision, bounds, len(steps), hidden=hidden, notes=notes)
+    ours, theirs = _by_interval(replace(first, curves=ours), replace(second, curves=theirs), bounds, notes)
+    for what in ("loss", "norm"):
+        ours, theirs = _without_what_neither_knows(ours, theirs, what, notes)
+    if not ours.loss.keys() & theirs.loss.keys():
+        raise Problem("no loss of a common step is a number in both logs", "Log a training that has not diverged")
+    return Pair(ours, theirs, notes)
 
 
-def _check_intervals(first: Curves, second: Curves) -> None:
-    """A trainer that logs every tenth step usually logs the mean of ten."""
-    if first.interval != second.interval:
-        every = f"one log has a line every {first.interval} steps, the other every {second.interval}"
-        remedy = "Log the same interval in both, best every step"
-        raise Problem(f"{every}, and a line may be the mean of its interval", remedy)
+def shifted(curves: Curves, by: int) -> Curves:
+    loss = {step + by: value for step, value in curves.loss.items()}
+    return replace(curves, loss=loss, norm={step + by: value for step, value in curves.norm.items()})
 
 
-def _rounded(first: Mapping[int, float], second: Mapping[int, float]) -> float:
-    return resolution(first) + resolution(second)
+def _shift(first: Log, second: Log, bounds: Tolerance) -> int:
+    """1 or -1 where one log counts steps from 0 and the other from 1, so that the same lines are one step apart."""
+    by = min(second.curves.loss) - min(first.curves.loss)
+    if abs(by) != 1 or first.interval != second.interval:
+        return 0
+    rounded = rounding(first, second)
+    compared = compare(first.curves, second.curves, bounds, rounded)
+    if compared.loss and not compared.beyond:
+        return 0
+    moved = compare(shifted(first.curves, by), second.curves, bounds, rounded)
+    return by if moved.loss and moved.loss.step != moved.start else 0
 
 
-def _notes(first: Curves, second: Curves, steps: list[int]) -> list[str]:
-    notes = []
-    alone = sorted(first.loss.keys() ^ second.loss.keys())
+def equal_if_shifted(first: Log, second: Log, pair: Pair, bounds: Tolerance) -> str:
+    """A sentence, if one log has at each step what the other has a step later; "" if not."""
+    for by, later in ((1, second.name), (-1, first.name)):
+        moved = compare(shifted(pair.ours, by), pair.theirs, bounds, rounding(first, second))
+        steps = shifted(pair.ours, by).loss.keys() & pair.theirs.loss.keys()
+        if len(steps) >= LEAST_STEPS and not moved.beyond:
+            return f"equal if shifted by one step: {later} has each value a step later, so one of them lacks a step"
+    return ""
+
+
+def _by_interval(first: Log, second: Log, bounds: Tolerance, notes: list[str]) -> tuple[Curves, Curves]:
+    """Where one log has fewer lines, a line may have the value of its step or the mean of its interval.
+
+    Raises Problem where neither agrees, and the norms do not tell.
+    """
+    ours, theirs = first.curves, second.curves
+    if first.interval == second.interval:
+        return ours, theirs
+    rounded = rounding(first, second)
+    many = max(first.interval, second.interval)
+    every = f"one log has a line every {first.interval} steps, the other every {second.interval}"
+    compared = compare(ours, theirs, bounds, rounded)
+    if not compared.beyond:
+        notes.append(f"{every}: the steps that both have agree")
+        return ours, theirs
+    fine = first if first.interval < second.interval else second
+    of_means = replace(fine.curves, loss=means(fine.curves.loss, many))
+    pair = (of_means, theirs) if fine is first else (ours, of_means)
+    if pair[0].loss.keys() & pair[1].loss.keys() and not compare(*pair, bounds, rounded).beyond:
+        notes.append(f"{every}: the loss of a line is the mean of its {many} steps")
+        return pair
+    if compared.norm and compared.norm.is_beyond:
+        return ours, theirs  # a norm is that of its step
+    remedy = "Log the same interval in both, best every step"
+    raise Problem(f"{every}, and a line is neither the value of its step nor the mean of its interval", remedy)
+
+
+def means(curve: Mapping[int, float], length: int) -> dict[int, float]:
+    """At each step, the mean of so many steps up to it, where all of them are there."""
+    found = {}
+    for step in curve:
+        window = [curve[earlier] for earlier in range(step - length + 1, step + 1) if earlier in curve]
+        if len(window) == length:
+            found[step] = math.fsum(window) / length
+    return found
+
+
+def _without_what_neither_knows(ours: Curves, theirs: Curves, what: str, notes: list[str]) -> tuple[Curves, Curves]:
+    """A step at which both have no number, such as a norm that a loss scaler skipped, is no difference."""
+    own, other = getattr(ours, what), getattr(theirs, what)
+    neither = [step for step in sorted(own.keys() & other.keys()) if math.isnan(own[step]) and math.isnan(other[step])]
+    if not neither:
+        return ours, theirs
+    name = {"loss": "loss", "norm": "gradient norm"}[what]
+    notes.append(f"neither log has a number as {name} at {steps_in_words(neither)}: left out")
+
+    def rest(curve: Mapping[int, float]) -> dict[int, float]:
+        return {step: value for step, value in curve.items() if step not in neither}
+
+    return replace(ours, **{what: rest(own)}), replace(theirs, **{what: rest(other)})
+
+
+def steps_in_words(steps: Sequence[int]) -> str:
+    if len(steps) == 1:
+        return f"step {steps[0]}"
+    return f"{len(steps)} steps, the first of them step {steps[0]}"
+
+
+def _notes(first: Log, second: Log, pair: Pair, steps: list[int]) -> list[str]:
+    notes = [*first.notes, *second.notes]
+    alone = sorted(pair.ours.loss.keys() ^ pair.theirs.loss.keys())
     if alone:
         notes.append(f"{len(alone)} steps are in one log alone, the first of them step {alone[0]}")
-    if first.loss == second.loss and first.norm == second.norm:
+    if first.curves.loss == second.curves.loss and first.curves.norm == second.curves.norm:
         notes.append("both logs have the same numbers to the last digit")
-    if first.run and second.run:
-        for name, (ours, theirs) in other_training(first.run, second.run).items():
+    for name in first.settings.keys() & second.settings.keys():
+        ours, theirs = first.settings[name], second.settings[name]
+        if ours != theirs:
             notes.append(f"their settings differ: {name} is {ours} and {theirs}")
-    if len(steps) > 1 and steps[0] > first.interval:
+    if len(steps) > 1 and steps[0] > max(first.interval, 1):
         notes.append(f"the first step that both have is {steps[0]}: what began before it looks as if it began there")
     return notes
 
 
 # ---- what an agreement hides -----------------------------------------------------------------------------------------
 
-DEAD = "a dead model, a learning rate near 0 and a wrong update all look like this"
+DEAD = "a dead model, a learning rate near 0 and a wrong update all look like this. Raise the learning rate"
 NO_NORM = (
     "Adam divides a wrong scale of the gradients away, so the loss alone cannot show it. Log the norm before clipping"
 )
 ZERO_NORM = "every gradient norm is 0: nothing was trained, or it was read after the gradients were cleared"
-CLIPPED_NORM = "it was probably logged after clipping, which hides its scale"
+CLIPPED_NORM = "it was probably logged after clipping, which hides its scale. Log the norm before clipping"
 
 
-def _hidden(first: Curves, second: Curves, steps: list[int], bounds: Tolerance) -> list[str]:
-    losses = [second.loss[step] for step in steps]
+def _hidden(first: Log, second: Log, compared: Comparison, steps: list[int]) -> list[BlindSpot]:
+    bounds = compared.bounds
+    losses = [compared.second.loss[step] for step in steps]
     hidden = []
     if len(steps) < LEAST_STEPS:
-        hidden.append(f"steps that both logs have: {len(steps)}. The optimizer shows from the third on")
+        few = f"steps that both logs have: {len(steps)}. The optimizer shows from the third on. Train {LEAST_STEPS}"
+        hidden.append(BlindSpot("few steps", few))
     largest = max(abs(loss) for loss in losses)
     move = (max(losses) - min(losses)) / largest if largest else 0.0
     if len(steps) > 1 and move < LEAST_MOVE * bounds.loss:
-        hidden.append(f"the loss moves by only {move:.1e}: {DEAD}")
-    hidden += _hidden_by_norms(first, second, bounds)
-    hidden += _hidden_by_rounding("loss", first.loss, second.loss, bounds.loss)
-    hidden += _hidden_by_rounding("gradient norm", first.norm, second.norm, bounds.norm)
-    if first.run and second.run:
-        hidden += blind_spots(second.run, [])
+        hidden.append(BlindSpot("a loss that stays", f"the loss moves by only {move:.1e}: {DEAD}"))
+    sentences = _hidden_by_norms(compared, bounds)
+    rounded = rounding(first, second)
+    sentences += _hidden_by_rounding("loss", compared.second.loss, rounded.loss, bounds.loss)
+    sentences += _hidden_by_rounding("gradient norm", compared.second.norm, rounded.norm, bounds.norm)
+    hidden += [BlindSpot("the log", sentence) for sentence in sentences]
+    if first.micro_batches and second.micro_batches and second.curves.norm:
+        hidden += hidden_by_recipe(second.curves.norm.values(), second.clip, second.micro_batches)
     return hidden
 
 
-def _hidden_by_norms(first: Curves, second: Curves, bounds: Tolerance) -> list[str]:
-    norms = [value for step, value in second.norm.items() if step in first.norm]
+def _hidden_by_norms(compared: Comparison, bounds: Tolerance) -> list[str]:
+    ours, theirs = compared.first, compared.second
+    norms = [value for step, value in theirs.norm.items() if step in ours.norm]
     if not norms:
-        without = " and ".join(one.name for one in (first, second) if not one.norm) or "the steps that both logs have"
+        without = " and ".join(one.name for one in (ours, theirs) if not one.norm) or "the steps that both logs have"
         return [f"there is no gradient norm in {without}: {NO_NORM}"]
     if not any(norms):
         return [ZERO_NORM]
@@ -126,9 +242,8 @@ def _hidden_by_norms(first: Curves, second: Curves, bounds: Tolerance) -> list[s
     return []
 
 
-def _hidden_by_rounding(what: str, first: Mapping[int, float], second: Mapping[int, float], bound: float) -> list[str]:
-    rounded = resolution(first) + resolution(second)
-    smallest = min((abs(value) for value in second.values() if value), default=0.0)
+def _hidden_by_rounding(what: str, curve: Mapping[int, float], rounded: float, bound: float) -> list[str]:
+    smallest = min((abs(value) for value in curve.values() if value and math.isfinite(value)), default=0.0)
     if not smallest or rounded <= COARSE * bound * smallest:
         return []
     unseen = f"differences below {rounded / smallest:.0e} cannot be seen (bound: {bound:.0e})"
@@ -140,7 +255,7 @@ def _hidden_by_rounding(what: str, first: Mapping[int, float], second: Mapping[i
 COPIES = "{who} has other parameters than the rest {where}: an update, a broadcast or a reduction left it out"
 
 
-def _of_one_rank(first: Curves, second: Curves, differences: list[Differing]) -> str:
+def _of_one_rank(first: Log, second: Log, compared: Comparison) -> str:
     """What the audits say of copies that are not the same on all ranks; "" if they are, or nothing is known."""
     for own, other in ((first, second), (second, first)):
         apart = own.audit.apart() if own.audit else None
@@ -152,10 +267,15 @@ def _of_one_rank(first: Curves, second: Curves, differences: list[Differing]) ->
         where = f"at step {apart.step}, first in {apart.modules[0]} ({len(apart.modules)} of {apart.of} modules)"
         kind = "one rank" if len(ranks) == 1 else "some ranks"
         return f"{kind}: {COPIES.format(who=who, where=where)}"
-    loss = differences[0] if differences and differences[0].what == "loss" else None
-    if first.audit and second.audit and loss and all(loss.step <= one.step for one in differences):
-        ranks = ranks_apart(first.audit, second.audit, loss.step, loss.bound)
+    differences = compared.beyond
+    loss = differences[0] if differences and differences[0].what == LOSS else None
+    if first.audit and second.audit and loss and all(_begins(loss) <= _begins(one) for one in differences):
+        ranks = ranks_apart(first.audit, second.audit, _begins(loss), loss.bound)
         if ranks:
             kind = "one rank" if len(ranks) == 1 else "some ranks"
             return f"{kind}: {ranks_in_words(ranks)} has another loss at step {loss.step}, and the others agree"
     return ""
+
+
+def _begins(difference: Difference) -> int:
+    return difference.step or 0

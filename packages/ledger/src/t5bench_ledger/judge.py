@@ -2,10 +2,9 @@
 
 import math
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-from t5bench.compare.parity import TOLERANCE, difference, relative_difference
+from training_comparison.curves import TOLERANCE, Curves, compare
 
 RIGHT = "right"
 WRONG = "wrong"
@@ -19,15 +18,7 @@ _BY_PEER = re.compile(r"connection|gloo|peer|timed? ?out", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
-class Curves:
-    """What a run logged, by iteration."""
-
-    loss: Mapping[int, float]
-    norm: Mapping[int, float]  # empty where the run logs no gradient norm
-
-
-@dataclass(frozen=True)
-class Verdict:
+class CellVerdict:
     """The verdict on a cell. Of a wrong one: the first iteration beyond the bound, in which quantity, and the largest
     difference of that quantity, in units of the bound."""
 
@@ -38,36 +29,16 @@ class Verdict:
     sentence: str = ""
 
 
-def judge(curves: Curves, reference: Curves, precision: str) -> Verdict:
+def judge(curves: Curves, reference: Curves, precision: str) -> CellVerdict:
     """Compares a run that ended well with the baseline's."""
     if curves.loss.keys() != reference.loss.keys():
         logged = f"it logged {len(curves.loss)} of {len(reference.loss)} iterations"
-        return Verdict(DOES_NOT_RUN, sentence=logged)
-    allowed = TOLERANCE[precision]
-    beyond: list[tuple[int, str, float]] = []
-    for quantity, own, its, bound in (
-        ("gradient norm", curves.norm, reference.norm, allowed.norm),
-        ("loss", curves.loss, reference.loss, allowed.loss),
-    ):
-        measured = difference(own, its, bound)
-        if measured and measured.first_beyond is not None:
-            beyond.append((measured.first_beyond, quantity, measured.largest / bound))
-    if not beyond:
-        return Verdict(RIGHT, times=largest_share(curves, reference, precision))
-    iteration, quantity, times = min(beyond)
-    return Verdict(WRONG, iteration, quantity, None if math.isnan(times) else times)
-
-
-def largest_share(curves: Curves, reference: Curves, precision: str) -> float:
-    """The largest difference of a right run, in units of its bound."""
-    allowed = TOLERANCE[precision]
-    shares = [0.0]
-    for own, its, bound in (
-        (curves.norm, reference.norm, allowed.norm),
-        (curves.loss, reference.loss, allowed.loss),
-    ):
-        shares += [relative_difference(own[n], its[n]) / bound for n in own.keys() & its.keys()]
-    return max(shares)
+        return CellVerdict(DOES_NOT_RUN, sentence=logged)
+    compared = compare(curves, reference, TOLERANCE[precision])
+    if not compared.beyond:
+        return CellVerdict(RIGHT, times=compared.largest_share)
+    first = min(compared.beyond, key=lambda found: (found.step, found.what))
+    return CellVerdict(WRONG, first.step, first.what, None if math.isnan(first.share) else first.share)
 
 
 def why(logs: list[str]) -> str:

@@ -32,7 +32,6 @@ from t5bench.record.plan import Plan
 from t5bench.sweep.launch import Launch, PlannedRun
 from t5bench_ledger import costs, environments, gate, judge, tables, verdicts
 from t5bench_ledger.command import chosen
-from t5bench_ledger.judge import Curves
 from t5bench_ledger.modes import (
     ACCELERATE_STAGES,
     BASELINE,
@@ -65,6 +64,7 @@ from t5bench_ledger.modes import (
     reference_mode,
 )
 from t5bench_ledger.words import size_in_words
+from training_comparison.curves import Curves
 
 PATIENCE_SECONDS = 15
 # They import torch, which the command does not.
@@ -338,15 +338,16 @@ class Ledger:
             return f"it cannot be traced: {problem.found}"
         return f"first in {location.place}" if location else "its trace shows no difference beyond rounding"
 
-    def measure(self, worker: Worker, strategy: str, mode: Mode, directory: Path) -> tuple[judge.Verdict, float]:
+    def measure(self, worker: Worker, strategy: str, mode: Mode, directory: Path) -> tuple[judge.CellVerdict, float]:
         """The verdict on a cell, and the seconds that it took."""
         answer = self.train(worker, strategy, mode, directory)
         if answer.get("failed"):
-            return judge.Verdict(judge.DOES_NOT_RUN, sentence=answer["failed"]), 0.0
+            return judge.CellVerdict(judge.DOES_NOT_RUN, sentence=answer["failed"]), 0.0
         if answer["hangs"]:
-            return judge.Verdict(judge.HANGS, sentence=f"it did not end within {self.limit:.0f} s"), answer["seconds"]
+            sentence = f"it did not end within {self.limit:.0f} s"
+            return judge.CellVerdict(judge.HANGS, sentence=sentence), answer["seconds"]
         if any(answer["statuses"]):
-            return judge.Verdict(judge.DOES_NOT_RUN, sentence=judge.why(logs(directory))), answer["seconds"]
+            return judge.CellVerdict(judge.DOES_NOT_RUN, sentence=judge.why(logs(directory))), answer["seconds"]
         if program_of(strategy, mode):
             measured, reference = printed_curves(directory)
         else:
@@ -548,7 +549,7 @@ def measure_cell(
     directory = runs_folder(ledger, column) / strategy / mode.name.replace(" ", "-")
     versions = worker.versions
     if "failed" in versions:
-        verdict = judge.Verdict(judge.DOES_NOT_RUN, sentence=versions["failed"])
+        verdict = judge.CellVerdict(judge.DOES_NOT_RUN, sentence=versions["failed"])
         seconds = 0.0
     else:
         verdict, seconds = ledger.measure(worker, strategy, mode, directory)

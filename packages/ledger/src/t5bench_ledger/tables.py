@@ -11,7 +11,6 @@ import msgspec
 from packaging.version import Version
 
 from t5bench import Problem
-from t5bench.compare.parity import TOLERANCE
 from t5bench.printed_table import text_table
 from t5bench.record.files import write_whole
 from t5bench_ledger.changes import CHANGES, Change
@@ -33,6 +32,7 @@ from t5bench_ledger.modes import (
 from t5bench_ledger.releases import ReleaseFault, Software
 from t5bench_ledger.spans import DATA, published, releases_in, spans_of
 from t5bench_ledger.words import mended_in_words, size_in_words
+from training_comparison.curves import TOLERANCE
 
 FORMAT = 1
 CELLS = DATA / "cells.json"
