@@ -14,6 +14,7 @@ from t5bench import REPOSITORY, Problem
 # The folder in packages/ of what is imported by this name.
 FOLDERS = {
     "t5bench_judge": "judge",
+    "training_comparison": "judge",
     "t5bench_ledger": "ledger",
     "t5bench_evidence": "costmodel-evidence",
     "t5bench_prove": "prove",

@@ -2,6 +2,7 @@
 
 import ast
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -16,13 +17,20 @@ ROOMS = {
     for match in re.finditer(r"^\| `(?:t5bench/)?([\w/-]+)` \|[^|]*\| ?([^|]*?) ?\|", HOUSE, re.MULTILINE)
 }
 TOOLS = {room for room in ROOMS if room.startswith("tools/")}
-PACKAGES = {room for room in ROOMS if room.startswith("packages/")}
+# What judge ships and every room may import: it knows none of them.
+LEAF = "packages/judge/src/training_comparison"
+PACKAGES = {room for room in ROOMS if room.startswith("packages/") and room != LEAF}
+# They are also used without this repository: beside the standard library only by what their pyproject or the user adds.
+ALONE = {
+    LEAF: {"torch"},
+    "packages/judge": {"torch", "deepspeed", "tensorboard", "wandb"},
+}
 # The room of each package that is imported by another name than t5bench or native.
 ROOM_OF_IMPORT = {
     source.name: f"packages/{source.parts[-3]}"
     for source in sorted(REPO_ROOT.glob("packages/*/src/*"))
     if source.is_dir()
-}
+} | {Path(LEAF).name: LEAF}
 # Rooms that choose values of settings for the runs that they start.
 CHOOSE_VALUES = {"sweep", "choose", "tools/nodes", *PACKAGES}
 
@@ -34,6 +42,8 @@ def modules() -> list[Path]:
 
 def room_of(parts: Sequence[str]) -> str:
     """The room of a module's dotted name, or of a file's path, in its parts; ``t5bench`` for the package itself."""
+    if "/".join(parts[:4]) == LEAF:
+        return LEAF
     if parts[0] == "packages":
         return "/".join(parts[:2])
     if parts[0] != "t5bench":
@@ -80,7 +90,7 @@ def test_the_table_names_every_room():
     folders = {path.parent.relative_to(REPO_ROOT / "t5bench") for path in (REPO_ROOT / "t5bench").rglob("*.py")}
     found = {str(folder) for folder in folders if str(folder.parent) not in ROOMS}  # what lies in a room belongs to it
     packages = {f"packages/{path.name}" for path in (REPO_ROOT / "packages").iterdir() if path.is_dir()}
-    assert ROOMS.keys() == found - {".", "tools"} | packages | {"native"}
+    assert ROOMS.keys() == found - {".", "tools"} | packages | {"native", LEAF}
 
 
 def test_imports_go_one_way():
@@ -97,12 +107,23 @@ def test_each_storey_knows_only_what_is_below_it():
     """The ground knows nothing, the harness neither choosing nor a tool, a tool no other; nothing knows a package."""
     above_the_harness = TOOLS | PACKAGES | {"choose"}
     assert len(TOOLS) > 1 and len(PACKAGES) > 1
-    assert not ROOMS["costmodel"]
+    assert not ROOMS["costmodel"] and not ROOMS[LEAF]
     for room, imports in ROOMS.items():
         if room not in above_the_harness:
             assert not imports & above_the_harness, room
         elif room not in PACKAGES:
             assert not imports & (TOOLS | PACKAGES), room
+
+
+def test_what_is_used_without_this_repository_imports_nothing_of_it():
+    own = {"training_comparison", "t5bench_judge"}
+    for path in (REPO_ROOT / "packages" / "judge" / "src").rglob("*.py"):
+        room = room_of(path.relative_to(REPO_ROOT).parts)
+        allowed = sys.stdlib_module_names | ALONE[room] | (own if room != LEAF else {"training_comparison"})
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            assert {name.split(".")[0] for name in names} <= allowed, path
 
 
 def test_modules_keep_the_rules_of_the_house():
@@ -118,7 +139,7 @@ def check_module(path: Path) -> None:
     tree = ast.parse(text)
     if room in ROOMS:
         imports = {room_of(name.split(".")) for name in imported_modules(tree)}
-        assert imports - {room, "t5bench"} <= ROOMS[room], f"{path}: what {room} must not import"
+        assert imports - {room, "t5bench", LEAF} <= ROOMS[room], f"{path}: what {room} must not import"
     # The first finds the packages beside this one; the second starts a program as Python would: from its own directory.
     if path not in (REPO_ROOT / "t5bench" / "__init__.py", REPO_ROOT / "t5bench" / "run" / "worker.py"):
         assert not re.search(r"sys\.path(?:\[.*\] *=|\.insert|\.append| *\+?=[^=])", text)
