@@ -69,7 +69,7 @@ step() {
     status=3
   else
     timeout --foreground --kill-after=20 "$left" env ENGINE="${name%-*}" RUNS_DIR="$WORK_DIR/$name" "${@:3}" &>>"$RESULTS_DIR/log.txt" || ended=$?
-    "$PYTHON" -m t5bench pack "$WORK_DIR/$name" -o "$RESULTS_DIR/$name.tar.gz" &>>"$RESULTS_DIR/log.txt" || ended=1
+    "$PYTHON" -m t5bench pack "$WORK_DIR/$name" --allow world_size --allow engine -o "$RESULTS_DIR/$name.tar.gz" &>>"$RESULTS_DIR/log.txt" || ended=1
     note "$name: exit status $ended, $((SECONDS - begun)) s"
     if ((ended == 124)); then status=3; elif ((ended != 0 && status == 0)); then status=1; fi
   fi

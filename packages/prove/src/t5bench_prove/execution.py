@@ -6,10 +6,12 @@ noted and compared with the cost model, collective by collective.
 
 import contextlib
 import os
+import traceback
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -77,10 +79,14 @@ class Difference:
         return f"{self.collective}: executed {self.executed} times, predicted {self.predicted}"
 
 
+class StepFailed(Exception):
+    """A step that ended in an exception of the trainer's; its text is a finding."""
+
+
 def execute(job: Job, rank: int, watch: Watch | None = None) -> Execution:
     """One training step of a rank, after WARM_UP steps. Raises Problem if the native engine cannot train the job.
 
-    watch: follows that step's gradients.
+    watch: follows that step's gradients. Raises StepFailed.
     """
     reason = unsupported(job)
     if reason:
@@ -105,12 +111,12 @@ def execute(job: Job, rank: int, watch: Watch | None = None) -> Execution:
                 trainer = make_trainer(arguments, mesh)
                 batch = tokens(job, arguments)
                 for _ in range(WARM_UP):
-                    trainer.step(batch, arguments.lr)
+                    take_step(trainer, batch, arguments.lr)
             collectives.seen.clear()
             if watch:
                 watch.begin(trainer, batch)
             with tracker:  # which forgets the peak of the steps before
-                trainer.step(batch, arguments.lr)
+                take_step(trainer, batch, arguments.lr)
             if watch:
                 watch.end()
             peak, allocated = (tracker.get_tracker_snapshot(kind) for kind in ("peak", "current"))
@@ -122,13 +128,31 @@ def execute(job: Job, rank: int, watch: Watch | None = None) -> Execution:
         )
 
 
+def take_step(trainer: TorchTrainer, batch: tuple[torch.Tensor, ...], rate: float) -> None:
+    """Raises StepFailed."""
+    try:
+        trainer.step(batch, rate)
+    except Exception as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{Path(last.filename).name}, line {last.lineno}"
+        said = f"the step ends in {type(error).__name__}: {error} ({where})"
+        parameters = dict(trainer.model.named_parameters())
+        without = [name for name, parameter in parameters.items() if parameter.grad is None]
+        if without:
+            said += f"; {len(without)} of {len(parameters)} parameters have no gradient then, among them {without[0]}"
+        raise StepFailed(said) from error
+
+
 def watched(job: Job, rank: int) -> tuple[Report, list[str]]:
     """What a rank's step does with its gradients, and its collectives that the cost model does not have, or has.
 
     Raises Problem.
     """
     watch = Watch(job, rank)
-    execution = execute(job, rank, watch)
+    try:
+        execution = execute(job, rank, watch)
+    except StepFailed as failure:
+        return Report(findings=[str(failure)]), []
     return watch.report, [str(difference) for difference in differences(job, execution)]
 
 
@@ -265,7 +289,8 @@ def _forget_what_is_sent(messages: Messages) -> None:
 
 
 def _reduce_bucket(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    dist.all_reduce(bucket.buffer(), group=group)
+    # A hook replaces both things that DDP does with a bucket.
+    dist.all_reduce(bucket.buffer().div_(group.size()), group=group)
     answer: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     answer.set_result(bucket.buffer())
     return answer

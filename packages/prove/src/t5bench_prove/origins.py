@@ -4,9 +4,11 @@ A step is executed without arithmetic (execution.py), but each of its operators 
 this rank's tokens differs between data-parallel ranks, one from a slice of a weight between tensor-parallel ranks, a
 gradient of one stage's copy of a tied embedding between stages. An all-reduce over a group makes its values equal
 there. So at the optimizer's step it is known whether a parameter that ranks share gets the same gradient on all of
-them, and which collectives made it so.
+them, which collectives made it so, how they combined it (sum, average, maximum), and by which numbers the program
+multiplied it on the way. Numbers that tensors hold are not known, so a clipping factor, for one, is left out.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
@@ -30,6 +32,12 @@ SCATTERS = {"_reduce_scatter_base_", "reduce_scatter_tensor_coalesced_", "reduce
 GATHERS = {"_allgather_base_", "allgather_", "allgather_into_tensor_coalesced_"}
 POINTWISE = {"add", "add_", "sub", "sub_", "mul", "mul_", "div", "div_"}
 COPIES = {"copy_", "clone", "_to_copy", "contiguous"}
+SUM = "SUM"
+AVERAGE = "AVG"
+SCALED_SUM = "PREMUL_SUM"
+"""A sum of what each rank multiplies by a number that its operator does not show."""
+SUMS = {SUM, AVERAGE, SCALED_SUM}
+MAXIMA = {"amax", "max"}
 
 
 class Origin(NamedTuple):
@@ -39,12 +47,24 @@ class Origin(NamedTuple):
     """The axes of the layout along which ranks have other values."""
     gradients: frozenset[str] = frozenset()
     """The parameters whose gradients are in it."""
+    factors: frozenset[float] = frozenset()
+    """What these gradients have been multiplied by since autograd computed them; NaN if that was not seen."""
+    scales: frozenset[str] = frozenset()
+    """The axes along which ranks have multiplied these gradients by another number, such as a norm's."""
 
     def with_(self, other: "Origin") -> "Origin":
-        return Origin(self.differs | other.differs, self.gradients | other.gradients)
+        return Origin(
+            self.differs | other.differs,
+            self.gradients | other.gradients,
+            self.factors | other.factors,
+            self.scales | other.scales,
+        )
 
     def without(self, axes: frozenset[str]) -> "Origin":
-        return Origin(self.differs - axes, self.gradients)
+        return self._replace(differs=self.differs - axes, scales=self.scales - axes)
+
+    def times(self, number: float) -> "Origin":
+        return self._replace(factors=frozenset(factor * number for factor in self.factors))
 
 
 NOTHING = Origin()
@@ -68,11 +88,12 @@ class Reduction:
     axis: str
     """"" for ranks that are no group of the layout."""
     bytes: int
+    operation: str = SUM
+    """As PyTorch calls it."""
 
     def __str__(self) -> str:
-        return (
-            f"{self.kind} of {self.bytes:,} bytes over {self.axis or 'no group of the layout'} ({members(self.ranks)})"
-        )
+        kind = self.kind if self.operation == SUM else f"{self.kind} ({self.operation})"
+        return f"{kind} of {self.bytes:,} bytes over {self.axis or 'no group of the layout'} ({members(self.ranks)})"
 
 
 def members(ranks: Sequence[int]) -> str:
@@ -225,6 +246,10 @@ class Origins(TorchDispatchMode):
     """Of each parameter's gradient."""
     summed_again: list[tuple[str, Reduction]] = field(default_factory=list)
     """Parameters whose gradients were equal on the ranks that added them up."""
+    not_summed: list[tuple[str, Reduction]] = field(default_factory=list)
+    """Reductions that form no sum where one is needed, with the parameter whose gradient is in them, or ""."""
+    maxima: dict[int, torch.UntypedStorage] = field(default_factory=dict)
+    """Of largest elements, whose maximum over ranks is right."""
     is_on: bool = False
     """Whether operators are followed."""
     received: Origin = NOTHING
@@ -261,7 +286,7 @@ class Origins(TorchDispatchMode):
         for key, value in kwargs.items():
             if key != "out":
                 found.append(self.read(value))
-        return [value for value in found if value is not None]
+        return multiplied(name, args, kwargs, [value for value in found if value is not None])
 
     def read(self, value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -285,6 +310,10 @@ class Origins(TorchDispatchMode):
         if not written and any(aliases):
             return  # a view
         targets = written or [result]
+        if name in MAXIMA:
+            for tensor in tensors_of(result):
+                storage = tensor.untyped_storage()
+                self.maxima[storage._cdata] = storage
         for target in targets:
             self.write(name, target, inputs, args, kwargs)
 
@@ -338,7 +367,9 @@ class Origins(TorchDispatchMode):
         for read in reads:
             if read.tensor.numel() == 1:
                 small = small.with_(read.origin)
-        if target.numel() > 1:
+        if any(read.origin.gradients for read in large):
+            small = Origin(scales=small.differs | small.scales)
+        elif target.numel() > 1:
             small = Origin(small.differs)  # a scale has no gradient in it
         if (
             large
@@ -394,15 +425,20 @@ class Origins(TorchDispatchMode):
         group_name = dist.ProcessGroup.unbox(group).group_name
         ranks = tuple(dist.get_process_group_ranks(dist.distributed_c10d._resolve_process_group(group_name)))
         if len(ranks) > 1:
-            self.among(name, args, ranks)
+            self.among(name, args, ranks, operation_of(args))
         elif name in SCATTERS | GATHERS:
             for output, given in zip(tensors_of(args[0]), tensors_of(args[1]), strict=False):
                 self.memory.write(output, self.memory.read(given))
         return function(*args, **kwargs)
 
-    def among(self, name: str, args: Sequence[Any], ranks: tuple[int, ...]) -> None:
+    def among(self, name: str, args: Sequence[Any], ranks: tuple[int, ...], operation: str) -> None:
         """What a collective of several ranks does to the origins."""
         axis = self.axes.name(ranks)
+        times = factor_of(operation, ranks)
+
+        def settle(origin: Origin) -> Origin:
+            return origin.without(self.axes.settled_by(axis)).times(times)
+
         if name == "recv_":
             for tensor in tensors_of(args[0]):
                 self.memory.write_whole(tensor, self.received)
@@ -411,34 +447,41 @@ class Origins(TorchDispatchMode):
                 self.sent.append(((self.axes.rank, ranks[args[2]]), self.memory.origin(tensor)))
         elif name in REDUCES_IN_PLACE:
             for tensor in tensors_of(args[0]):
-                self.reduced(REDUCES_IN_PLACE[name], tensor, ranks, axis)
-                self.memory.change(tensor, lambda origin: origin.without(self.axes.settled_by(axis)))
+                self.reduced(REDUCES_IN_PLACE[name], tensor, ranks, axis, operation)
+                self.memory.change(tensor, settle)
         elif name in SCATTERS | GATHERS:
             for output, given in zip(tensors_of(args[0]), tensors_of(args[1]), strict=False):
                 if name in GATHERS:
                     self.gather(output, given, axis)
                 else:
-                    self.reduced("reduce-scatter", given, ranks, axis)
-                    self.scatter(output, given, axis)
+                    self.reduced("reduce-scatter", given, ranks, axis, operation)
+                    self.scatter(output, given, axis, times)
 
-    def reduced(self, kind: str, tensor: Tensor, ranks: tuple[int, ...], axis: str) -> None:
-        """Notes which gradients are added up, and those that are the same on all these ranks."""
-        if tensor.numel() == 1:
-            return  # a norm
+    def reduced(self, kind: str, tensor: Tensor, ranks: tuple[int, ...], axis: str, operation: str) -> None:
+        """Notes which gradients are added up, those that are the same on all these ranks, and what is no sum."""
         size = tensor.numel() * tensor.element_size()
-        reduction = Reduction(kind, ranks, axis, size)
+        reduction = Reduction(kind, ranks, axis, size, operation)
         axes = self.axes.settled_by(axis)
-        for piece in self.memory.covered(tensor):
+        pieces = self.memory.covered(tensor)
+        has_gradients = any(piece.origin.gradients for piece in pieces) and tensor.numel() > 1
+        is_largest = operation == "MAX" and local(tensor).untyped_storage()._cdata in self.maxima
+        if not has_gradients:
+            if operation != SUM and tensor.is_floating_point() and not is_largest:
+                self.not_summed.append(("", reduction))
+            return  # activations, or a norm
+        for piece in pieces:
             for name in piece.origin.gradients:
+                if operation not in SUMS:
+                    self.not_summed.append((name, reduction))
                 self.reductions.setdefault(name, []).append(reduction)
                 if axes and not axes & piece.origin.differs:
                     self.summed_again.append((name, reduction))
 
-    def scatter(self, output: Tensor, given: Tensor, axis: str) -> None:
+    def scatter(self, output: Tensor, given: Tensor, axis: str, times: float) -> None:
         """Between tensor-parallel ranks the parts are of other tokens, so they differ; elsewhere of the same sum."""
         pieces = self.memory.covered(given)
         axes = self.axes.settled_by(axis)
-        settled = [Piece(piece.start, piece.end, piece.origin.without(axes)) for piece in pieces]
+        settled = [Piece(piece.start, piece.end, piece.origin.without(axes).times(times)) for piece in pieces]
         if axis == TENSOR:
             other = Origin(frozenset({TENSOR}))
             settled = [Piece(piece.start, piece.end, piece.origin.with_(other)) for piece in settled]
@@ -485,6 +528,50 @@ class Read(NamedTuple):
         """Whether each byte of this tensor stands for the one at the same place of the target."""
         same = self.tensor.numel() == target.numel()
         return same and self.tensor.is_contiguous() and target.is_contiguous()
+
+    def times(self, number: float) -> "Read":
+        return Read(self.tensor, [Piece(piece.start, piece.end, piece.origin.times(number)) for piece in self.pieces])
+
+
+def operation_of(args: Sequence[Any]) -> str:
+    """How a collective combines what the ranks give, in PyTorch's words; SUM for one that combines nothing."""
+    for value in args:
+        if isinstance(value, torch.ScriptObject) and value._type().qualified_name().endswith(".ReduceOp"):
+            return dist.ReduceOp.RedOpType(value.op()).name
+    return SUM
+
+
+def factor_of(operation: str, ranks: Sequence[int]) -> float:
+    """What each rank's part is multiplied by in the result of a reduction."""
+    if operation == SCALED_SUM:
+        return math.nan
+    return 1 / len(ranks) if operation == AVERAGE else 1.0
+
+
+def multiplied(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], inputs: Sequence[Any]) -> list[Any]:
+    """An operator's inputs times the Python numbers that it multiplies them by."""
+    operator = name.removeprefix("_foreach_").removesuffix("_")
+    numbers = [value for value in args if isinstance(value, int | float)]
+    last = args[-1] if args else None
+    if operator in ("mul", "div") and isinstance(last, list | tuple) and all(isinstance(n, int | float) for n in last):
+        return [[scaled(operator, read, number) for read, number in zip(inputs[0], last, strict=True)], *inputs[1:]]
+    if operator in ("mul", "div") and len(numbers) == 1:
+        return [scaled(operator, value, numbers[0]) for value in inputs]
+    if operator == "neg":
+        return [scaled("mul", value, -1) for value in inputs]
+    if operator in ("add", "sub") and len(inputs) > 1:
+        sign = -1 if operator == "sub" else 1
+        alpha = kwargs.get("alpha", numbers[0] if numbers else 1)
+        return [inputs[0], scaled("mul", inputs[1], sign * alpha), *inputs[2:]]
+    return list(inputs)
+
+
+def scaled(operator: str, value: Any, number: float) -> Any:
+    """A read tensor, or a list of them, times or divided by a number."""
+    times = float(number)
+    if operator == "div":
+        times = 1 / times if times else math.nan
+    return value.times(times) if isinstance(value, Read) else [read.times(times) for read in value]
 
 
 def one_of(value: Any, number: int) -> Iterator[Read]:

@@ -1,4 +1,8 @@
-"""Whether an executed step sums every gradient over the right ranks exactly once, before anything is trained."""
+"""Whether an executed step sums every gradient over the right ranks exactly once, before anything is trained.
+
+And whether the optimizer gets it times 1 / replicas, as far as the program's own numbers say: the mean over replicas of
+what autograd computes. How the loss was scaled before, and all arithmetic within a rank, is not seen.
+"""
 
 import contextlib
 from collections import Counter
@@ -16,6 +20,7 @@ from t5bench_prove.origins import DATA, PIPELINE, TENSOR, Axes, Origin, Origins,
 
 WORDS = ("word_embeddings.weight", "word_embeddings_for_head.weight")
 POSITIONS = ("position_embeddings.weight",)
+MOST_FACTOR_ERROR = 1e-3
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,8 @@ class Watch:
     rank: int
     origins: Origins = field(init=False)
     report: Report = field(default_factory=Report)
+    arrived: set[str] = field(default_factory=set)
+    """The parameters whose gradients the optimizer got."""
 
     def __post_init__(self) -> None:
         parallel = self.job.parallel
@@ -107,7 +114,7 @@ class Watch:
             differs.add(TENSOR)
         if parallel.pipeline > 1:
             differs.add(PIPELINE)
-        own = Origin(frozenset(differs), frozenset({name}))
+        own = Origin(frozenset(differs), frozenset({name}), frozenset({1.0}))
 
         def note(gradient: Tensor) -> None:
             self.origins.memory.change(gradient, lambda origin: origin.with_(own))
@@ -124,8 +131,15 @@ class Watch:
                     self.check_gradient(parameter.grad)
 
     def check_gradient(self, gradient: Tensor) -> None:
+        mean = 1 / self.job.parallel.data
         for piece in self.origins.memory.read(gradient):
-            for name in piece.origin.gradients:
+            for axis in sorted(piece.origin.scales):
+                self.found(f"all gradients are scaled by a number that is not the same on {RANKS_ALONG[axis]}")
+            for name in sorted(piece.origin.gradients):
+                self.arrived.add(name)
+                for factor in sorted(piece.origin.factors):
+                    if abs(factor - mean) > MOST_FACTOR_ERROR * mean:
+                        self.found(f"{name}: its gradient reaches the optimizer times {factor:g} instead of {mean:g}")
                 for axis in self.copies(name):
                     if piece.origin.differs & self.origins.axes.settled_by(axis):
                         self.found(f"{name}: {MISSING[axis]}")
@@ -156,6 +170,9 @@ class Watch:
         """After the step."""
         self.origins.is_on = False
         for name in self.parameters:
+            # ZeRO gives a rank's optimizer a part of all elements, in which a parameter may have none.
+            if name not in self.arrived and not self.job.zero.stage:
+                self.found(f"{name}: no gradient of it reaches the optimizer")
             done = self.origins.reductions.get(name, [])
             copies = list(self.copies(name))
             for axis in copies:
@@ -169,6 +186,9 @@ class Watch:
             for reduction in reductions:
                 if not reduction.axis:
                     self.found(f"{name}: {reduction}")
+        for name, reduction in self.origins.not_summed:
+            subject = f"{name}: its gradient" if name else "a value"
+            self.found(f"{subject} is combined by {reduction}, where a sum is needed")
         for name, reduction in self.origins.summed_again:
             self.found(f"{name}: summed again by {reduction}, though these ranks have the same gradient")
         if self.job.parallel.sequence_parallel:
@@ -194,6 +214,13 @@ class Watch:
                 self.found(f"{name}: its gradient is summed over {found}; copies are on {members(expected)}")
 
 
+RANKS_ALONG = {
+    "data": "all data-parallel replicas",
+    "shard": "all ranks that share one copy of the states",
+    "replica": "all copies of the states",
+    "tensor": "all tensor-parallel ranks",
+    "pipeline": "all stages",
+}
 MISSING = {
     DATA: "its gradient is not summed over the data-parallel replicas",
     TENSOR: "tensor-parallel ranks share it, and get different gradients",

@@ -218,7 +218,7 @@ def show(proofs: Sequence[Proof], refused: Mapping[str, str], *, with_parameters
         parameters = max(len({one["name"] for one in proof.parameters}) for proof in own)
         verdict = "proved" if all(proof.is_proved for proof in own) else "NOT PROVED"
         cells.append((title, own[-1].layout, counts, parameters, verdict))
-    print(text_table(cells, ("strategy", "TP/PP/DP", "ranks", "parameters", "every gradient summed once")))
+    print(text_table(cells, ("strategy", "TP/PP/DP", "ranks", "parameters", "gradients")))
     for proof in proofs:
         for finding in proof.findings:
             line = f"NOT PROVED: {proof.title}, {proof.layout}, {finding}"
