@@ -1,4 +1,8 @@
-"""``python -m t5bench prove``: whether every gradient is summed over the right ranks exactly once, before training."""
+"""``python -m t5bench prove``: whether every gradient is summed over the right ranks exactly once, before training.
+
+Proved is: over the ranks that share the parameter, once, as a sum or a mean, and times 1 / replicas as far as the
+program's own numbers say. How the loss is scaled, and arithmetic within a rank, is not seen.
+"""
 
 import argparse
 import json
@@ -71,7 +75,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "few ranks of each layout, without arithmetic, on one core."
     )
     parser.epilog = (
-        "Exit status: 0 proved, 1 something is missing, doubled or over the wrong ranks, 2 nothing to prove."
+        "Proved is: summed over the ranks that share the parameter, once, as a sum or a mean, and scaled by "
+        "1 / replicas where the program's own numbers show it. How the loss is scaled, and arithmetic within a rank, "
+        "is not seen. "
+        "Exit status: 0 proved, 1 something is missing, doubled, no sum or over the wrong ranks, 2 nothing to prove."
     )
     parser.add_argument("strategies", nargs="*", metavar="STRATEGY", help="default: all of the native engine")
     parser.add_argument(
@@ -137,9 +144,11 @@ def plans(has_everything: bool) -> Iterator[tuple[Addition, Plan]]:
 
 
 def cases(arguments: argparse.Namespace) -> tuple[list[Case], dict[str, str]]:
-    """The layouts to prove, each once, and why others cannot be executed."""
+    """The layouts to prove, each once, and why others cannot be executed. Raises Problem for an unknown strategy."""
     from t5bench_prove import execution
 
+    for name in arguments.strategies:
+        declared(name)
     found: dict[Job, Case] = {}
     refused: dict[str, str] = {}
     for addition, its_plan in plans(arguments.has_everything):
@@ -218,7 +227,7 @@ def show(proofs: Sequence[Proof], refused: Mapping[str, str], *, with_parameters
         parameters = max(len({one["name"] for one in proof.parameters}) for proof in own)
         verdict = "proved" if all(proof.is_proved for proof in own) else "NOT PROVED"
         cells.append((title, own[-1].layout, counts, parameters, verdict))
-    print(text_table(cells, ("strategy", "TP/PP/DP", "ranks", "parameters", "gradients")))
+    print(text_table(cells, ("strategy", "TP/PP/DP", "ranks", "parameters", "each gradient's sum")))
     for proof in proofs:
         for finding in proof.findings:
             line = f"NOT PROVED: {proof.title}, {proof.layout}, {finding}"
