@@ -111,7 +111,12 @@ parse_arguments() {
 }
 
 require_python() {
-  command -v "$PYTHON" >/dev/null || die "'$PYTHON' is not on PATH" "Activate the Python environment that has torch, or set PYTHON to its interpreter"
+  local remedy="Activate the Python environment that has torch, or set PYTHON to its interpreter"
+  if [[ $PYTHON == */* ]]; then
+    [[ -f $PYTHON ]] || die "there is no file $PYTHON, which PYTHON names" "$remedy"
+    [[ -x $PYTHON ]] || die "$PYTHON, which PYTHON names, cannot be executed" "$remedy"
+  fi
+  command -v "$PYTHON" >/dev/null || die "'$PYTHON' is not on PATH" "$remedy"
 }
 
 # python_module NAME ARGUMENT...: runs in the repository, because Python looks for modules in the current directory first,

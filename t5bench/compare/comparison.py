@@ -275,7 +275,7 @@ def _problems(rows: Sequence[Row], baseline: str) -> list[str]:
             problems.append(f"no interval of {row.label} can be timed: each skipped iterations (fp16), or has no time")
         elif row.milliseconds is None and not row.run.is_evaluation:
             problems.append(f"{row.label} logged no interval (TRAIN_ITERS below LOG_INTERVAL?)")
-    if not any(row.is_baseline for row in rows):
+    if any(row.strategy == baseline for row in rows) and not any(row.is_baseline for row in rows):
         problems.append(f"there is no complete {baseline} run to compare with")
     return problems
 
@@ -296,6 +296,9 @@ def _verdicts(groups: Sequence[Group], baseline: str) -> list[str]:
         sizes = f"{largest:.0e} and {of_norm:.0e} of their values"
         how = f"loss and gradient norm differ by at most {sizes}" if largest or of_norm else "all figures are the same"
         sentences.append(f"{who} as {baseline} does: {how}.")
+    if not any(row.strategy == baseline for group in groups for row in group.rows):
+        sentences.append(f"There is no {baseline} run here, so nobody asked whether the others train as it does.")
+        return sentences
     sentences += _not_shown(rows, baseline)
     return sentences
 

@@ -101,8 +101,13 @@ def _intruders(directory: Path, own: Mapping[str, str]) -> Iterator[str]:
             yield f"{name} would be imported instead of the module of that name"
     for folder, folders, names in os.walk(directory / "megatron"):
         place = Path(folder).relative_to(directory)
+        # Python imports nothing from a folder or a file of another name, such as an editor's .ipynb_checkpoints/.
+        folders[:] = [name for name in folders if name.isidentifier() or _has_own(place / name, own)]
         for name in sorted(names):
             file = str(place / name)
+            can_be_imported = name.partition(".")[0].isidentifier() or Path(name).suffix not in IMPORTABLE
+            if not (can_be_imported or file in own):
+                continue
             if place.name == "__pycache__":
                 # Compiled Python that is never compared with its source (PEP 552).
                 if Path(folder, name).read_bytes()[4:8] == b"\1\0\0\0":
@@ -111,6 +116,10 @@ def _intruders(directory: Path, own: Mapping[str, str]) -> Iterator[str]:
                 yield f"{file} does not belong to the engine"
         links = [str(place / name) for name in folders if Path(folder, name).is_symlink()]
         yield from (f"{link} is a symbolic link" for link in links if not BUILT.fullmatch(f"{link}/"))
+
+
+def _has_own(folder: Path, own: Mapping[str, str]) -> bool:
+    return any(name.startswith(f"{folder}/") for name in own)
 
 
 def _is_imported(folder: Path, own: Mapping[str, str]) -> bool:

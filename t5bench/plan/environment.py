@@ -49,9 +49,9 @@ RULES = (
     # What changes numbers without a trace in the record.
     # NVIDIA's PyTorch containers set the first one.
     Rule("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "remove", "PyTorch would compute fp32 with fewer digits"),
-    Rule("NVIDIA_TF32_OVERRIDE", "remove", "CUDA would compute fp32 with fewer digits"),
-    Rule("ONEDNN_DEFAULT_FPMATH_MODE", "remove", "CPUs would compute fp32 with fewer digits"),
-    Rule("DNNL_DEFAULT_FPMATH_MODE", "remove", "CPUs would compute fp32 with fewer digits"),
+    Rule("NVIDIA_TF32_OVERRIDE", "remove", "it decides against PyTorch with how many digits CUDA computes fp32"),
+    Rule("ONEDNN_DEFAULT_FPMATH_MODE", "remove", "it decides with how many digits CPUs compute fp32"),
+    Rule("DNNL_DEFAULT_FPMATH_MODE", "remove", "it decides with how many digits CPUs compute fp32"),
     # PyTorch would unpickle whatever a checkpoint names.
     Rule("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "remove", "a checkpoint could run code"),
     # For debugging: the run is right, and its times are not those of other runs.

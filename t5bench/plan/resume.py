@@ -260,7 +260,7 @@ def changes(plan: Plan) -> Changes:
         wanted = checkpoints.division
         if saved != wanted:
             told += f". It was saved by {saved.title}, and is read by {wanted.title}"
-        if not saved.draws_as(wanted):
+        if not saved.draws_as(wanted) and plan.decimal("DROPOUT") > 0:
             told += ". Dropout's random numbers begin anew"
     return Changes(told, then.changed_at)
 

@@ -32,6 +32,25 @@ def difference(theirs: Mapping[str, str], there: str, ours: Mapping[str, str], h
     return "; ".join(clauses) + (f"; and {more} more" if more > 0 else "")
 
 
+def difference_of_all(facts: Mapping[str, Mapping[str, str]]) -> str:
+    """In which facts several nodes differ, in one clause; empty if in none.
+
+    facts: of each node by its name in the sentence, node 0 last. The value of the fewest comes first: of three nodes,
+    the one that is alone is likely the one that was started wrongly.
+    """
+    clauses = []
+    for name in dict.fromkeys(name for common in facts.values() for name in common):
+        nodes_by_value: dict[str, list[str]] = {}
+        for node, common in facts.items():
+            nodes_by_value.setdefault(common.get(name, "not given"), []).append(node)
+        if len(nodes_by_value) > 1:
+            fewest_first = sorted(nodes_by_value.items(), key=lambda entry: len(entry[1]))
+            told = [f"'{value}' on {', '.join(nodes)}" for value, nodes in fewest_first]
+            clauses.append(f"{name} is {' and '.join(told)}")
+    more = len(clauses) - MOST_DIFFERENCES
+    return "; ".join(clauses[:MOST_DIFFERENCES]) + (f"; and {more} more" if more > 0 else "")
+
+
 def _short(value: str) -> str:
     if len(value) <= LONGEST_VALUE:
         return value

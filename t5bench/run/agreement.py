@@ -56,9 +56,8 @@ def _ask_all(store: Any, node: int, nodes: int, own: Mapping[str, Any]) -> str:
 
 
 def _difference(here: Mapping[str, str], others: Mapping[int, Mapping[str, Any]]) -> str:
-    for node, there in others.items():
-        where = f"on node {node} ({there['host']})"
-        different = shared_facts.difference(there["common"], where, here, "on node 0")
-        if there["common"] and here and different:
-            return different
-    return ""
+    """Every difference between plans that are known; "" if there is none. here: node 0's."""
+    places = {node: f"node {node} ({there['host']})" for node, there in others.items()} | {0: "node 0"}
+    facts = {node: there["common"] for node, there in others.items()} | {0: here}
+    known = {places[node]: common for node, common in facts.items() if common}
+    return shared_facts.difference_of_all(known)

@@ -94,7 +94,7 @@ class Peers(Channel):
         self.progress = time.monotonic()
         self._progress_said = 0.0
         self._parts: dict[int, Mapping[str, Any]] = {}
-        self._strangers = 0
+        self._strangers: set[str] = set()
         # Set once all nodes that this one speaks to have the same plan, or it is known that this cannot be found out.
         self.compared = threading.Event()
         if not endpoint.secret:
@@ -210,10 +210,11 @@ class Peers(Channel):
             return
         if error.code != LACKS_SECRET:
             return
-        self._strangers += 1
         self.compared.set()
-        if self._strangers <= MOST_STRANGERS:
-            last = "; further ones are not shown" if self._strangers == MOST_STRANGERS else ""
+        host = address.rpartition(":")[0] or address  # which comes again and again, from another port
+        if host not in self._strangers and len(self._strangers) < MOST_STRANGERS:
+            self._strangers.add(host)
+            last = "; further ones are not shown" if len(self._strangers) == MOST_STRANGERS else ""
             self.warn(f"{address} names this run but has another secret, so it is ignored{last}. {SECRET_REMEDY}")
 
     def _compare(self, node: int, part: Mapping[str, Any]) -> None:

@@ -216,7 +216,6 @@ def test_runs_that_compute_differently_are_not_repeats(tmp_path: Path, changes: 
             {"losses": [None] * 30} | FP16,
             "no interval of ddp can be timed: each skipped iterations (fp16), or has no time",
         ),
-        ({"strategy": "zero1"}, "there is no complete ddp run to compare with"),
         ({"status": "out-of-memory", "reason": "it is full"}, "ddp is out-of-memory: it is full"),
     ],
 )
@@ -227,6 +226,15 @@ def test_a_run_that_failed_or_diverged_is_a_problem(tmp_path: Path, made: dict, 
         (row,) = json.loads(json.dumps(comparison.to_json()))["groups"][0]["rows"]
         figures = ("milliseconds_per_iteration", "throughput_ratio", "final_loss", "mfu")
         assert [row[name] for name in figures] == [None] * 4 and row["reason"] == "it is full"
+
+
+def test_runs_without_ddp_among_them_are_compared_with_each_other(tmp_path: Path):
+    """Nothing was asked that could not be answered; with one that failed, the answer is missing."""
+    others = [make_run(tmp_path / "t", "tensor"), make_run(tmp_path / "b", "zero1")]
+    comparison = compare(*others)
+    assert comparison.sound and "There is no ddp run here" in comparison.verdicts[-1]
+    failed = compare(*others, make_run(tmp_path / "a", "ddp", status="crashed", reason="it fell"))
+    assert failed.problems == ["ddp is crashed: it fell", "there is no complete ddp run to compare with"]
 
 
 def test_groups_have_their_own_baselines_and_rows_come_in_the_order_of_ports(tmp_path: Path):

@@ -125,8 +125,8 @@ def test_a_column_of_another_name_is_named(tmp_path: Path):
     with pytest.raises(Problem, match='neither "document" nor "text"') as caught:
         prepared(tmp_path, source)
     assert caught.value.remedy == "Name the column with the text: TEXT_COLUMN=report"
-    with pytest.raises(Problem, match='has no column "reprot"; it has id, lead, report'):
-        prepared(tmp_path, source, TEXT_COLUMN="reprot")
+    with pytest.raises(Problem, match='has no column "review"; it has id, lead, report'):
+        prepared(tmp_path, source, TEXT_COLUMN="review")
 
 
 def test_each_file_of_a_directory_is_looked_at(tmp_path: Path):

@@ -102,6 +102,15 @@ def test_files_that_change_training_are_named(checkout: Path, plant: Callable[[P
 def test_files_of_the_user_that_training_never_imports_are_left_alone(checkout: Path):
     for name in ("my_convert.py", "conftest.py", "experiments/sweep.py", "experiments/__init__.py", "build/lib/x.py"):
         write(name)(checkout)
+    # What editors and notebooks leave beside the engine's own files has names that Python cannot import.
+    for name in (".ipynb_checkpoints/training-checkpoint.py", "model/.ipynb_checkpoints/t5.py", "model/t5 (copy).py"):
+        write(f"megatron/{name}")(checkout)
+    for name in (
+        ".ipynb_checkpoints/pretrain_t5-checkpoint.py",
+        "megatron/.#training.py",
+        "megatron/.vscode/launch.py",
+    ):
+        write(name)(checkout)
     write("megatron_deepspeed_of_mine.egg-info/PKG-INFO")(checkout)
     assert engine.differences(checkout) == []
     assert engine.state_of(checkout) != engine.CHANGED

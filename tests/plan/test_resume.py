@@ -121,10 +121,13 @@ def test_what_changes_is_told(died: Callable[..., Plan]):
     """By another strategy, on more processes, whose iterations are timed apart from those before."""
     plan = died(10)
     assert changes(plan) == ("", 0)
-    told = changes(died(strategy="tensor", world_size=4, RECOMPUTE="full")).told
+    without_dropout = changes(died(strategy="tensor", world_size=4)).told
+    assert "is read by TP 2 DP 2" in without_dropout and "random numbers" not in without_dropout
+    told = changes(died(strategy="tensor", world_size=4, RECOMPUTE="full", DROPOUT="0.1")).told
     assert told == (
         ": the strategy is 'tensor' here and was 'ddp'; the layout is 'TP=2 PP=1 DP=2' here and was 'TP=1 PP=1 DP=2';"
-        " RECOMPUTE is 'full' here and was 'none'. It was saved by DP 2, and is read by TP 2 DP 2."
+        " DROPOUT is '0.1' here and was '0'; RECOMPUTE is 'full' here and was 'none'. It was saved by DP 2, and is read"
+        " by TP 2 DP 2."
         " Dropout's random numbers begin anew"
     )
     assert checkpoint(died(strategy="tensor", world_size=4), agree=False) == 10

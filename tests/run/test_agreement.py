@@ -79,11 +79,23 @@ class Store(dict):
         self[key] = value
 
 
-def test_the_node_that_differs_is_named():
-    plans = [{"SEED": "1"}, {}, {"SEED": "1"}, {"SEED": "2"}]
+def verdict_on(*plans: dict[str, str]) -> str:
+    """What all nodes hear if each has one of these plans; {}: it is unknown."""
     said = [{"host": f"host{node}", "common": plan} for node, plan in enumerate(plans)]
     store = Store({f"plan/{node}": json.dumps(entry) for node, entry in enumerate(said)})
     verdict = agreement._ask_all(store, 0, len(said), said[0])
-    assert verdict == "SEED is '2' on node 3 (host3) and '1' on node 0", "node 1's plan is unknown"
-    assert agreement._ask_all(store, 3, len(said), said[3]) == verdict
-    assert agreement._ask_all(Store(store), 0, 3, said[0]) == ""
+    assert agreement._ask_all(store, len(said) - 1, len(said), said[-1]) == verdict
+    return verdict
+
+
+def test_the_node_that_differs_is_named():
+    one, two, three = {"SEED": "1"}, {"SEED": "2"}, {"SEED": "3"}
+    assert verdict_on(one, {}, one) == "", "node 1's plan is unknown"
+    assert verdict_on(one, two) == "SEED is '2' on node 1 (host1) and '1' on node 0"
+    assert verdict_on(one, {}, one, two) == "SEED is '2' on node 3 (host3) and '1' on node 2 (host2), node 0"
+    # Who is alone comes first, also if it is node 0, and every node's difference is told.
+    assert verdict_on(two, one, one) == "SEED is '2' on node 0 and '1' on node 1 (host1), node 2 (host2)"
+    everybody = verdict_on(one, two, three)
+    assert everybody == "SEED is '2' on node 1 (host1) and '3' on node 2 (host2) and '1' on node 0"
+    both = verdict_on({"SEED": "1", "LR": "5"}, {"SEED": "2", "LR": "5"}, {"SEED": "1", "LR": "6"})
+    assert "SEED is '2' on node 1" in both and "LR is '6' on node 2" in both

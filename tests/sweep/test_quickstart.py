@@ -13,6 +13,8 @@ def test_help_and_wrong_use():
     for argument, settings, status, said in (
         ("--help", {}, 0, "outputs/quickstart/"),
         ("", {"PYTHON": "python9"}, 2, "error: 'python9' is not on PATH"),
+        ("", {"PYTHON": "/no/where/python3"}, 2, "error: there is no file /no/where/python3, which PYTHON names"),
+        ("", {"PYTHON": "/etc/passwd"}, 2, "error: /etc/passwd, which PYTHON names, cannot be executed"),
         ("", {"TRAIN_ITERS": "0"}, 2, "error: TRAIN_ITERS must be a whole number of at least 1"),
     ):
         command = ["bash", str(REPO_ROOT / "scripts" / "quickstart.sh"), argument]

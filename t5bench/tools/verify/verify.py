@@ -15,7 +15,7 @@ from typing import Any
 
 import matplotlib
 
-from t5bench import REPOSITORY, Problem
+from t5bench import REPOSITORY, Problem, given_files
 from t5bench.record.files import MOST_BYTES, RecordError, open_file, read, sha256
 from t5bench.record.machine import FIRST_DIGITS, commit
 from t5bench.record.reader import decoded
@@ -263,8 +263,15 @@ def _note_other_commits(commits: set[str]) -> None:
         print(f"note: {told}. To verify with their code: git checkout {visible(others[-1][:FIRST_DIGITS])}")
 
 
+def read_start(package: Path) -> None:
+    """Raises Problem for what cannot be verified at all, which is no finding: a file that is not there."""
+    with given_files.open_file(package, "Name the file that python -m t5bench pack has written"):
+        pass
+
+
 def run(arguments: argparse.Namespace) -> int:
     package = arguments.package
+    read_start(package)
     published_checksum = arguments.sha256.lower()
     sentences: list[str] = []
     problems: list[str] = []

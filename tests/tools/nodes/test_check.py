@@ -75,7 +75,7 @@ def check_here(project: Project, *arguments: str, **environment: str | None) -> 
         (("--network", "/nowhere/here.json", "node0", "node1"), {}, "/nowhere/here.json cannot be written"),
         (("--network", "/", "node0", "node1"), {}, "/ cannot be written"),
         (("--health", "--network", "here.json", "node0", "node1"), {}, "--health does not measure the network"),
-        (("node0",), {"PYTHON": "/nowhere/python3"}, "'/nowhere/python3' is not on PATH"),
+        (("node0",), {"PYTHON": "/nowhere/python3"}, "there is no file /nowhere/python3, which PYTHON names"),
         (("node0",), {"ENGINE": "other"}, "ddp: ENGINE is 'other'"),
     ],
 )

@@ -324,6 +324,13 @@ def test_an_honest_package_is_verified_wherever_it_lies(package: Path, tmp_path:
     assert "all " in capsys.readouterr().out, "the drawings are as here, whatever drew them"
 
 
+@pytest.mark.parametrize("name", ["missing.tar.gz", "."])
+def test_what_is_no_file_is_no_forgery(tmp_path: Path, capsys: pytest.CaptureFixture, name: str):
+    """A forgery ends with 1, and so would this in a script that asks."""
+    assert main(["verify", str(tmp_path / name)]) == 2
+    assert "python -m t5bench pack has written" in capsys.readouterr().err
+
+
 def test_another_commits_package_names_the_commit(package: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
     """Where figures differ: a later commit may predict a pipeline's bubble otherwise."""
     files = unpacked(package)
