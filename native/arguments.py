@@ -61,6 +61,12 @@ FLAGS: list[Flag] = [
     ("--fsdp2", bool, False, "shard parameters, gradients and optimizer states with FSDP2 (this engine's own flag)"),
     ("--fsdp2-keep-parameters", bool, False, "gather parameters once per iteration and keep them until its end"),
     ("--fsdp2-shard-size", int, 0, "processes that share one copy of the states; 0: all data-parallel processes"),
+    (
+        "--model-description",
+        str,
+        None,
+        "the model's parts as JSON, which say all but the lengths of sequences (this engine's own flag)",
+    ),
     ("--hidden-size", positive, REQUIRED, "hidden dimension"),
     ("--num-attention-heads", positive, REQUIRED, "attention heads"),
     ("--kv-channels", positive, None, "dimension per head (default: hidden size / heads)"),

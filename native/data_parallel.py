@@ -10,10 +10,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from native.data import Batch
 from native.model import Model, build, initialise, parts_of, shape_of
-from native.parallel import Axis, Mesh, clip_gradients, local_part, sum_tied_gradients
+from native.parallel import Mesh, clip_gradients, local_part, sum_tied_gradients
 from native.pieces import KINDS, MOMENTS, WEIGHTS, Piece, boxes_of_rows, shared_out
 from native.precision import forget_copies
-from native.sequence_parallel import sum_sequence_gradients
+from native.sequence_parallel import sum_partial_gradients
 from native.tensor_parallel import Slice
 from t5bench.costmodel.layout import rank_at
 
@@ -79,7 +79,7 @@ class TorchTrainer:
             group["lr"] = rate
         loss = self.forward_backward(split_batch(batch, self.args))
         sum_tied_gradients(self.model.tied)
-        sum_sequence_gradients(self.model.parameters(), self.mesh)
+        sum_partial_gradients(self.model.parameters(), self.mesh)
         norm = self.update()
         return loss, norm
 
@@ -158,28 +158,28 @@ class TorchTrainer:
         writes. The first stage writes a tied embedding, and the others receive it when a checkpoint is loaded.
         """
         replicas = replicas_on_one_node(self.mesh, self.replicas_of_states())
-        counted_here = 1 if self.mesh.is_first_stage else 0
-        copies = {copy for embedding in self.model.tied for copy in embedding.copies[counted_here:]}
-        held = [(name, parameter) for name, parameter in self.model.named_parameters() if parameter not in copies]
+        repeated = {copy for embedding in self.model.tied for copy in embedding.repeated(self.mesh)}
+        held = [(name, parameter) for name, parameter in self.model.named_parameters() if parameter not in repeated]
         sizes = [local_part(parameter).numel() for _, parameter in held for _ in KINDS]
         writers = iter(shared_out(sizes, len(replicas)))
         tp = self.mesh.tp
         pieces = []
         for name, parameter in held:
-            tp_slice: Slice = getattr(parameter, "tp_slice", WHOLE)
-            is_sliced = hasattr(parameter, "tp_slice")
-            slice_axis = tp if is_sliced else Axis()
             shape = tuple(parameter.shape)
-            stretches = tp_slice.stretches(shape[tp_slice.dim], slice_axis)
-            boxes = boxes_of_rows(len(shape), tp_slice.dim, stretches, self.rows_of(parameter))
-            whole_shape = tp_slice.whole_shape(shape, slice_axis)
+            tp_slice: Slice | None = getattr(parameter, "tp_slice", None)
+            dim, stretches, writing_tp_rank = 0, [(0, 0, shape[0])], 0
+            if tp_slice:
+                dim, stretches = tp_slice.dim, tp_slice.stretches(tp)
+                writing_tp_rank = tp.rank - tp.rank % tp_slice.copies
+                shape = tp_slice.whole_shape(shape)
+            boxes = boxes_of_rows(len(shape), dim, stretches, self.rows_of(parameter))
             values = {WEIGHTS: parameter, **self.optimizer.state[parameter]}
             for kind in KINDS:
                 replica = replicas[next(writers)]
-                writer = rank_at(self.mesh.pp.rank, replica, tp.rank if is_sliced else 0, tp.size, self.mesh.dp.size)
+                writer = rank_at(self.mesh.pp.rank, replica, writing_tp_rank, tp.size, self.mesh.dp.size)
                 local = local_part(values[kind].detach())
                 key = f"{kind}.{self.model.whole_name(name)}"
-                pieces += [Piece(key, whole_shape, box.offsets, box.of(local), writer) for box in boxes]
+                pieces += [Piece(key, shape, box.offsets, box.of(local), writer) for box in boxes]
         return pieces
 
     def replicas_of_states(self) -> range:
@@ -189,9 +189,6 @@ class TorchTrainer:
     def rows_of(self, parameter: nn.Parameter) -> tuple[int, int]:
         """Where the rows that this process holds begin and end, in the tensor-parallel rank's part of a parameter."""
         return 0, len(parameter)
-
-
-WHOLE = Slice(0, 1)
 
 
 def empty_state(parameter: Tensor, updates: int) -> dict[str, Tensor]:

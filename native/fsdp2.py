@@ -47,12 +47,12 @@ class FSDP2Trainer(TorchTrainer):
         self.shards = Axis(shards, groups.get_local_rank("shard"), groups.get_group("shard"))
         with torch.device("meta"):  # no process ever has the whole model
             self.model = build(args, mesh)
-        slices = {name: p.tp_slice for name, p in self.model.named_parameters() if hasattr(p, "tp_slice")}
+        marks = {name: dict(vars(parameter)) for name, parameter in self.model.named_parameters()}
         self.divide(groups["replica", "shard"] if replicas > 1 else groups["shard"])
         self.model.to_empty(device=args.device)
         for name, parameter in self.model.named_parameters():  # new ones, without the attributes of the old
-            if name in slices:
-                parameter.tp_slice = slices[name]
+            for mark, value in marks[name].items():
+                setattr(parameter, mark, value)
         initialise(self.model, args, mesh, fill)
         self.optimizer = make_optimizer(self.model, args)
 

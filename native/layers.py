@@ -1,4 +1,5 @@
-"""What both models are made of: pre-LayerNorm layers with biases, learned positions, tied embeddings.
+"""What every model is made of: one layer, built from a description of its parts (Architecture in
+t5bench/costmodel/job.py): norms, positions, heads and their groups, biases, feed-forward, residual stream.
 
 Parameters have Megatron's names and layouts, so that both engines can start from the same weights. Activations are
 [batch, sequence, hidden].
@@ -11,63 +12,98 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from native.parallel import Axis
+from native.positions import RelativePositions, causal_mask, rotate, rotation_of
 from native.precision import cast
 from native.recompute import recomputed
 from native.sequence_parallel import own_part
-from native.tensor_parallel import ColumnLinear, RowLinear, SharedDropout, VocabEmbedding
+from native.tensor_parallel import ColumnLinear, RowLinear, SharedDropout, VocabEmbedding, column_outputs, sliced
+from t5bench.costmodel.job import Architecture
 
 
 class Stack(nn.Module):
-    """`depth` layers, and a LayerNorm after the last one of the model."""
+    """`depth` layers, and a norm after the last one of the model."""
 
     def __init__(
-        self, args: Namespace, tp: Axis, depth: int, *, causal: bool, cross: bool = False, is_last: bool = True
+        self,
+        args: Namespace,
+        model: Architecture,
+        tp: Axis,
+        depth: int,
+        *,
+        causal: bool,
+        cross: bool = False,
+        is_last: bool = True,
     ) -> None:
         """causal: attention looks back alone. cross: layers attend to an encoder's output, too. is_last: the stack ends
         the encoder or the decoder."""
         super().__init__()
-        self.layers = nn.ModuleList(Layer(args, tp, causal, cross) for _ in range(depth))
-        self.final_layernorm = LayerNorm(args.hidden_size) if is_last else nn.Identity()
+        self.model = model
+        self.tp = tp
+        self.causal = causal
+        if model.positions == "relative":
+            self.relative_positions = RelativePositions(model, tp, causal=causal)
+        self.layers = nn.ModuleList(Layer(args, model, tp, cross=cross) for _ in range(depth))
+        self.final_layernorm = norm_of(model, model.hidden) if is_last else nn.Identity()
         if args.compile:
             for layer in self.layers:  # one by one, since all share the compiled code
                 layer.compile()
 
-    def forward(self, x: Tensor, mask: Tensor | None = None, encoded: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, padding: Tensor | None = None, encoded: Tensor | None = None) -> Tensor:
+        """`padding` is the encoder's, [b, 1, 1, s_enc]: 0, and -inf where there is none of its tokens."""
+        length = x.size(1) * self.tp.sequence_parts
+        mask = None if self.causal else padding
+        rotation = None
+        if self.model.positions == "relative":
+            mask = self.relative_mask(length, x, mask)
+        elif self.model.positions == "rotary":
+            rotation = rotation_of(self.model, length, x)
         for layer in self.layers:
-            x = layer(x, mask, encoded)
+            x = layer(x, mask, rotation, encoded, padding)
         return self.final_layernorm(x)
+
+    def relative_mask(self, length: int, x: Tensor, padding: Tensor | None) -> Tensor:
+        """What every layer adds to its scores, [1 or b, heads / tp, s, s]; its gradient is the sum of the layers'."""
+        mask = self.relative_positions(length, x.dtype)
+        return mask + (causal_mask(length, x) if padding is None else padding)
 
 
 class Layer(nn.Module):
-    """x + attention(norm(x)), in T5's decoder then + cross-attention(norm(x)), then + feed-forward(norm(x))."""
+    """x + attention(norm(x)), in T5's decoder then + cross-attention(norm(x)), then + feed-forward(norm(x)).
 
-    def __init__(self, args: Namespace, tp: Axis, causal: bool, cross: bool) -> None:
+    With a parallel residual x + attention(norm(x)) + feed-forward(other norm(x)).
+    """
+
+    def __init__(self, args: Namespace, model: Architecture, tp: Axis, *, cross: bool) -> None:
         super().__init__()
-        self.input_layernorm = LayerNorm(args.hidden_size)
-        self.self_attention = SelfAttention(args, tp)
-        self.post_attention_layernorm = LayerNorm(args.hidden_size)
-        self.causal = causal
+        self.input_layernorm = norm_of(model, model.hidden)
+        self.self_attention = SelfAttention(args, model, tp)
+        self.post_attention_layernorm = norm_of(model, model.hidden)
         self.cross = cross
+        self.parallel_residual = model.parallel_residual
         if cross:
-            self.inter_attention = CrossAttention(args, tp)
-            self.post_inter_attention_layernorm = LayerNorm(args.hidden_size)
-        self.mlp = FeedForward(args, tp)
+            self.inter_attention = CrossAttention(args, model, tp)
+            self.post_inter_attention_layernorm = norm_of(model, model.hidden)
+        self.mlp = FeedForward(model, tp)
         self.dropout = SharedDropout(args.hidden_dropout, tp)
         self.tp = tp
         self.recomputes = args.recompute_granularity == "full"
 
-    def forward(self, x: Tensor, mask: Tensor | None, encoded: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, *others: Tensor | None) -> Tensor:
         if self.recomputes and self.training:
-            return recomputed(self.blocks, x, mask, encoded, tp=self.tp)
-        return self.blocks(x, mask, encoded)
+            return recomputed(self.blocks, x, *others, tp=self.tp)
+        return self.blocks(x, *others)
 
-    def blocks(self, x: Tensor, mask: Tensor | None, encoded: Tensor | None) -> Tensor:
-        """`mask` is the encoder's padding, for an encoder's self-attention and a decoder's cross-attention."""
-        self_mask = None if self.causal else mask
-        x = x + self.dropout(self.self_attention(self.input_layernorm(x), self_mask))
+    def blocks(
+        self, x: Tensor, mask: Tensor | None, rotation: Tensor | None, encoded: Tensor | None, padding: Tensor | None
+    ) -> Tensor:
+        """mask: of self-attention. padding: of cross-attention."""
+        attended = self.dropout(self.self_attention(self.input_layernorm(x), mask, rotation))
+        if self.parallel_residual:
+            return x + attended + self.dropout(self.mlp(self.post_attention_layernorm(x)))
+        x = x + attended
         normed = self.post_attention_layernorm(x)
         if self.cross:
-            x = x + self.dropout(self.inter_attention(normed, encoded, mask))
+            x = x + self.dropout(self.inter_attention(normed, encoded, padding))
             normed = self.post_inter_attention_layernorm(x)
         return x + self.dropout(self.mlp(normed))
 
@@ -75,19 +111,21 @@ class Layer(nn.Module):
 class Attention(nn.Module):
     """What self- and cross-attention share: each tensor-parallel rank has a share of the heads."""
 
-    def __init__(self, args: Namespace, tp: Axis) -> None:
+    def __init__(self, args: Namespace, model: Architecture, tp: Axis) -> None:
         super().__init__()
-        self.head_size = args.kv_channels
-        self.width = args.kv_channels * args.num_attention_heads
+        self.head_size = model.head_size
+        self.scale = None if model.scaled_scores else 1.0  # None: by the square root of the head size
         self.tp = tp
         self.dropout_p = args.attention_dropout
         self.recomputes = args.recompute_granularity == "selective"
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        """Attends with three [b, s, heads, d] tensors, to [b, s_query, hidden]; causal without a mask.
+        """Attends with [b, s, heads, d] tensors, to [b, s_query, hidden]; causal without a mask. A key's head serves
+        as many heads of queries as there are for each.
 
-        `mask` [b, 1, 1, s_key] is added to the scores: 0, and -inf on padding. A causal decoder needs none: its padding
-        comes last, where no real token looks, and the padding's own outputs carry no loss.
+        `mask` [1 or b, 1 or heads, 1 or s_query, s_key] is added to the scores: 0, and -inf on padding. A causal
+        decoder needs none: its padding comes last, where no real token looks, and the padding's own outputs carry no
+        loss.
         """
         if self.recomputes and self.training:
             context = recomputed(self.core, query, key, value, mask, tp=self.tp)
@@ -96,6 +134,7 @@ class Attention(nn.Module):
         return self.dense(context)
 
     def core(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        grouped = {"enable_gqa": True} if query.size(2) != key.size(2) else {}  # PyTorch 2.4 has no such option
         context = F.scaled_dot_product_attention(
             query.transpose(1, 2),  # [b, heads, s_query, d]
             key.transpose(1, 2),
@@ -103,29 +142,62 @@ class Attention(nn.Module):
             attn_mask=mask,
             dropout_p=self.dropout_p if self.training else 0.0,
             is_causal=mask is None,
+            scale=self.scale,
+            **grouped,
         )
         return context.transpose(1, 2).flatten(2)  # [b, s_query, heads * d]
 
 
 class SelfAttention(Attention):
-    def __init__(self, args: Namespace, tp: Axis) -> None:
-        super().__init__(args, tp)
-        self.query_key_value = ColumnLinear(args.hidden_size, 3 * self.width, tp, blocks=3)
-        self.dense = RowLinear(self.width, args.hidden_size, tp)
+    def __init__(self, args: Namespace, model: Architecture, tp: Axis) -> None:
+        super().__init__(args, model, tp)
+        self.is_grouped = model.kv_heads < model.heads
+        bias = model.biases or model.query_biases
+        if self.is_grouped:  # apart, since ranks may have to hold copies of keys and values
+            copies = copies_of_keys(model, tp.size)
+            self.query = ColumnLinear(model.hidden, model.query, tp, bias=bias)
+            self.key_value = ColumnLinear(model.hidden, 2 * model.key, tp, blocks=2, copies=copies, bias=bias)
+        else:
+            self.query_key_value = ColumnLinear(model.hidden, 3 * model.query, tp, blocks=3, bias=bias)
+        if model.query_key_norms:  # of each head, all with the same weights
+            self.query_layernorm = norm_of(model, model.head_size, is_partial=True)
+            self.key_layernorm = norm_of(model, model.head_size, is_partial=True)
+        self.has_norms = model.query_key_norms
+        self.dense = RowLinear(model.query, model.hidden, tp, bias=model.biases)
 
-    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        query_key_value = self.query_key_value(x)  # [b, s, 3 * heads * d]
-        query, key, value = query_key_value.unflatten(-1, (3, -1, self.head_size)).unbind(2)  # [b, s, heads, d] each
+    def forward(self, x: Tensor, mask: Tensor | None, rotation: Tensor | None) -> Tensor:
+        query, key, value = self.projections(x)
+        if self.has_norms:
+            query = self.query_layernorm(query)
+            key = self.key_layernorm(key)
+        if rotation is not None:
+            query = rotate(query, rotation)
+            key = rotate(key, rotation)
         return self.attend(query, key, value, mask)
+
+    def projections(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Queries, keys and values, [b, s, heads, d] each."""
+        if not self.is_grouped:
+            query_key_value = self.query_key_value(x)  # [b, s, 3 * heads * d]
+            return query_key_value.unflatten(-1, (3, -1, self.head_size)).unbind(2)
+        query, key_value = column_outputs(x, self.query, self.key_value)
+        key, value = key_value.unflatten(-1, (2, -1, self.head_size)).unbind(2)
+        return query.unflatten(-1, (-1, self.head_size)), key, value
+
+
+def copies_of_keys(model: Architecture, tensor: int) -> int:
+    """How many of the tensor-parallel ranks hold the same keys and values: several if there are fewer groups than
+    ranks."""
+    return max(1, tensor // model.kv_heads)
 
 
 class CrossAttention(Attention):
-    def __init__(self, args: Namespace, tp: Axis) -> None:
-        super().__init__(args, tp)
-        self.query = ColumnLinear(args.hidden_size, self.width, tp)
+    def __init__(self, args: Namespace, model: Architecture, tp: Axis) -> None:
+        super().__init__(args, model, tp)
+        self.query = ColumnLinear(model.hidden, model.query, tp, bias=model.biases)
         # per head [k|v], unlike query_key_value
-        self.key_value = ColumnLinear(args.hidden_size, 2 * self.width, tp, enters=False)
-        self.dense = RowLinear(self.width, args.hidden_size, tp)
+        self.key_value = ColumnLinear(model.hidden, 2 * model.query, tp, enters=False, bias=model.biases)
+        self.dense = RowLinear(model.query, model.hidden, tp, bias=model.biases)
 
     def forward(self, x: Tensor, encoded: Tensor, mask: Tensor) -> Tensor:
         """`encoded` has already gone through enter_tp."""
@@ -136,15 +208,35 @@ class CrossAttention(Attention):
 
 
 class FeedForward(nn.Module):
-    def __init__(self, args: Namespace, tp: Axis) -> None:
+    """activation(x W) V, or with a gate (activation(x W) * x U) V, where [W | U] are one weight."""
+
+    def __init__(self, model: Architecture, tp: Axis) -> None:
         super().__init__()
-        self.gelu = "none" if args.no_bias_gelu_fusion else "tanh"  # the form of Megatron's fused kernel
-        self.dense_h_to_4h = ColumnLinear(args.hidden_size, args.ffn_hidden_size, tp)
-        self.dense_4h_to_h = RowLinear(args.ffn_hidden_size, args.hidden_size, tp)
+        self.activation = model.activation
+        self.gated = model.gated
+        blocks = 2 if model.gated else 1
+        self.dense_h_to_4h = ColumnLinear(model.hidden, blocks * model.ffn, tp, blocks=blocks, bias=model.biases)
+        self.dense_4h_to_h = RowLinear(model.ffn, model.hidden, tp, bias=model.biases)
 
     def forward(self, x: Tensor) -> Tensor:
-        inner = self.dense_h_to_4h(x)  # [b, s, ffn / tp]
-        return self.dense_4h_to_h(F.gelu(inner, approximate=self.gelu))
+        inner = self.dense_h_to_4h(x)  # [b, s, ffn / tp], twice as wide with a gate
+        if self.gated:
+            gate, inner = inner.chunk(2, -1)
+            return self.dense_4h_to_h(activate(gate, self.activation) * inner)
+        return self.dense_4h_to_h(activate(inner, self.activation))
+
+
+def activate(x: Tensor, activation: str) -> Tensor:
+    match activation:
+        case "gelu":
+            return F.gelu(x)
+        case "gelu_tanh":  # the form of Megatron's fused kernel, and of GPT-2
+            return F.gelu(x, approximate="tanh")
+        case "relu":
+            return F.relu(x)
+        case "silu":
+            return F.silu(x)
+    raise ValueError(f"unknown activation '{activation}'")
 
 
 class LayerNorm(nn.LayerNorm):
@@ -154,21 +246,66 @@ class LayerNorm(nn.LayerNorm):
         return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
 
 
-class Embedding(nn.Module):
-    """Token plus position embeddings, one table of each for encoder and decoder."""
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + epsilon) * weight: no mean is taken off, and there is no bias."""
 
-    def __init__(self, args: Namespace, tp: Axis) -> None:
+    def __init__(self, width: int, epsilon: float) -> None:
         super().__init__()
-        self.word_embeddings = VocabEmbedding(args.padded_vocab_size, args.hidden_size, tp)
-        self.position_embeddings = nn.Embedding(args.max_position_embeddings, args.hidden_size)
+        self.weight = nn.Parameter(torch.empty(width))
+        self.epsilon = epsilon
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, cast(self.weight, x.dtype), self.epsilon)
+
+
+def norm_of(model: Architecture, width: int, *, is_partial: bool = False) -> nn.Module:
+    """is_partial: each tensor-parallel rank applies it to its own heads, so that its gradient is one of several terms
+    (sum_partial_gradients)."""
+    norm = RMSNorm(width, model.norm_epsilon) if model.norm == "rms" else LayerNorm(width, eps=model.norm_epsilon)
+    if is_partial:
+        for parameter in norm.parameters():
+            parameter.is_partial = True
+    return norm
+
+
+class Embedding(nn.Module):
+    """Token embeddings, plus those of positions if they are learned; one table of each for encoder and decoder."""
+
+    def __init__(self, args: Namespace, model: Architecture, tp: Axis) -> None:
+        super().__init__()
+        self.word_embeddings = VocabEmbedding(model.padded_vocabulary, model.hidden, tp)
+        self.has_positions = model.positions == "learned"
+        if self.has_positions:
+            self.position_embeddings = nn.Embedding(model.position_rows, model.hidden)
         self.dropout = SharedDropout(args.hidden_dropout, tp)
         self.dtype = args.dtype
         self.tp = tp
 
     def forward(self, tokens: Tensor) -> Tensor:
         words = self.word_embeddings(tokens, self.dtype)  # [b, s, hidden]
+        if not self.has_positions:
+            return self.dropout(words)
         places = torch.arange(tokens.size(1), device=tokens.device)
         if self.tp.divides_sequence:
             places = own_part(places, self.tp, dim=0)
         positions = self.position_embeddings(places)  # [s, hidden]
         return self.dropout(words + positions.to(self.dtype))
+
+
+class Head(nn.Module):
+    """The logits: hidden states times the words' embeddings, or times a weight of its own if these are not tied."""
+
+    def __init__(self, model: Architecture, tp: Axis) -> None:
+        super().__init__()
+        self.tp = tp
+        self.scale = model.hidden**-0.5 if model.scaled_head else 1.0
+        self.weight = None if model.tied else sliced(model.padded_vocabulary, model.hidden, dim=0, tp=tp)
+        self.bias = sliced(model.padded_vocabulary, dim=0, tp=tp) if model.head_bias else None
+
+    def forward(self, x: Tensor, embeddings: nn.Parameter | None) -> Tensor:
+        """[b, s, vocabulary / tp]."""
+        if self.scale != 1.0:
+            x = x * self.scale
+        weight = cast(embeddings if self.weight is None else self.weight, x.dtype)
+        bias = None if self.bias is None else cast(self.bias, x.dtype)
+        return F.linear(x, weight, bias)

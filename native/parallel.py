@@ -50,6 +50,8 @@ class Mesh:
     pp: Axis = field(default_factory=Axis)
     dp: Axis = field(default_factory=Axis)
     tp: Axis = field(default_factory=Axis)
+    copies: Axis = field(default_factory=Axis)
+    """The tensor-parallel ranks that hold the same keys and values, if there are fewer groups of heads than ranks."""
 
     @property
     def is_first_stage(self) -> bool:
@@ -60,7 +62,16 @@ class Mesh:
         return self.pp.rank == self.pp.size - 1
 
     @staticmethod
-    def build(pp: int, dp: int, tp: int, device: torch.device, seed: int, *, divides_sequence: bool = False) -> "Mesh":
+    def build(
+        pp: int,
+        dp: int,
+        tp: int,
+        device: torch.device,
+        seed: int,
+        *,
+        divides_sequence: bool = False,
+        copies_of_keys: int = 1,
+    ) -> "Mesh":
         """Creates the process groups and seeds dropout: one stream per process, and one that the TP ranks share."""
         rank = dist.get_rank()
         place = coordinates(rank, tp, dp)
@@ -70,6 +81,9 @@ class Mesh:
             dp=Axis(dp, place.dp, groups.get_group("dp")),
             tp=Axis(tp, place.tp, groups.get_group("tp"), divides_sequence=divides_sequence),
         )
+        if copies_of_keys > 1:
+            group, _ = dist.new_subgroups(copies_of_keys)
+            mesh.copies = Axis(copies_of_keys, place.tp % copies_of_keys, group)
         torch.manual_seed(seed + rank)
         first_tp_rank = rank - place.tp
         mesh.tp.rng = torch.Generator(device).manual_seed(seed + SHARED_SEEDS + first_tp_rank)
@@ -88,7 +102,7 @@ def local_part(tensor: Tensor) -> Tensor:
 
 @dataclass
 class Tied:
-    """An embedding of which several pipeline stages have copies."""
+    """A parameter of which several pipeline stages have copies: embeddings, and a stack's relative positions."""
 
     stages: set[int]
     """That have one."""
@@ -96,6 +110,10 @@ class Tied:
     """This stage's; several if it has several parts of the model."""
     axis: Axis = field(default_factory=Axis)
     """The processes that differ from this one only in the stage, and have a copy."""
+
+    def repeated(self, mesh: Mesh) -> list[nn.Parameter]:
+        """This stage's copies but for the first one of the first stage, which stands for all."""
+        return self.copies[1:] if mesh.pp.rank == min(self.stages) else self.copies
 
 
 def sum_tied_gradients(tied: Iterable[Tied]) -> None:
@@ -119,16 +137,17 @@ def clip_gradients(
 ) -> Tensor:
     """Scales the gradients to a global norm of at most `max_norm` (0: never) and returns the norm, a tensor [].
 
-    Every parameter of the whole model counts once: what all TP ranks hold counts on the first, tied embeddings by the
+    Every parameter of the whole model counts once: what several TP ranks hold counts on the first, what is tied by the
     first stage's first copy. One number travels over the TP and PP axes, and over `shards` if FSDP2 has divided the
     gradients; nothing waits for the GPU.
     """
-    counted_here = 1 if mesh.is_first_stage else 0
-    copies = {copy for embedding in tied for copy in embedding.copies[counted_here:]}
+    repeated = {copy for embedding in tied for copy in embedding.repeated(mesh)}
     gradients = {parameter: local_part(parameter.grad) for parameter in model.parameters()}
     counted = []
     for parameter, gradient in gradients.items():
-        if parameter not in copies and (hasattr(parameter, "tp_slice") or mesh.tp.rank == 0):
+        tp_slice = getattr(parameter, "tp_slice", None)
+        is_first = tp_slice.is_first_copy(mesh.tp) if tp_slice else mesh.tp.rank == 0
+        if parameter not in repeated and is_first:
             counted.append(gradient)
 
     squared_norm = norm_of(counted).square()

@@ -20,6 +20,11 @@ def cast(parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
     return _copies[parameter]
 
 
+def cast_or_none(parameter: nn.Parameter | None, dtype: torch.dtype) -> Tensor | None:
+    """The same of a bias, which a layer may lack."""
+    return None if parameter is None else cast(parameter, dtype)
+
+
 def forget_copies() -> None:
     _copies.clear()
 

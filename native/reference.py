@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from native.arguments import start
 from native.data import Batch, open_data
-from native.model import T5, initialise
+from native.model import initialise, make
 from native.parallel import Mesh
 from native.token_file import TokenFile, Vocabulary, pad_vocabulary
 from t5bench.imports import import_transformers
@@ -103,7 +103,7 @@ def hugging_face_name(module: str, stack: str) -> str:
 
 def load_weights(model: nn.Module, args: Namespace) -> None:
     """The initial weights of the native engine; none may be left over on either side."""
-    source = T5(args, Mesh())
+    source = make(args, Mesh())
     initialise(source, args, Mesh())
     copied = copied_weights(dict(source.named_parameters()), args)
     parameters = dict(model.named_parameters())

@@ -8,7 +8,8 @@ much as the all-reduce that they replace. Backward does the opposite.
 A block's first layer keeps only its part of the input, and gathers the whole once more in backward.
 """
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from native.parallel import Axis, Mesh
+from native.parallel import Axis, Mesh, local_part
 
 # PyTorch 2.13 gave them other names.
 gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -65,20 +66,27 @@ class _Scatter(torch.autograd.Function):
         return all_gather(gradient, ctx.tp), None
 
 
-class _GatheredLinear(torch.autograd.Function):
+class _GatheredLinears(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, part: Tensor, bias: Tensor, weight: Tensor, tp: Axis) -> Tensor:
+    def forward(ctx: Any, part: Tensor, tp: Axis, *biases_and_weights: Tensor | None) -> tuple[Tensor, ...]:
         ctx.tp = tp
-        ctx.save_for_backward(part, weight)
-        return F.linear(all_gather(part, tp), weight, bias)
+        biases = biases_and_weights[::2]
+        weights = biases_and_weights[1::2]
+        ctx.save_for_backward(part, *weights)
+        whole = all_gather(part, tp)
+        return tuple(F.linear(whole, weight, bias) for bias, weight in zip(biases, weights, strict=True))
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        part, weight = ctx.saved_tensors
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        part, *weights = ctx.saved_tensors
         whole = all_gather(part, ctx.tp)  # [b, s, inputs]
-        part_gradient = reduce_scatter(gradient @ weight, ctx.tp)
-        weight_gradient = gradient.flatten(0, 1).T @ whole.flatten(0, 1)
-        return part_gradient, gradient.sum((0, 1)), weight_gradient, None
+        to_input = [gradient @ weight for gradient, weight in zip(gradients, weights, strict=True)]
+        part_gradient = reduce_scatter(functools.reduce(torch.add, to_input), ctx.tp)
+        found: list[Tensor | None] = []
+        for number, gradient in enumerate(gradients):
+            found.append(gradient.sum((0, 1)) if ctx.needs_input_grad[2 + 2 * number] else None)
+            found.append(gradient.flatten(0, 1).T @ whole.flatten(0, 1))
+        return part_gradient, None, *found
 
 
 def gather_sequence(part: Tensor, tp: Axis) -> Tensor:
@@ -91,21 +99,37 @@ def scatter_sequence(partial: Tensor, tp: Axis) -> Tensor:
     return _Scatter.apply(partial, tp)
 
 
-def gathered_linear(part: Tensor, weight: Tensor, bias: Tensor, tp: Axis) -> Tensor:
-    """A column slice's x W^T + b, for x of all tokens, of which only this rank's part is kept."""
-    return _GatheredLinear.apply(part, bias, weight, tp)  # DDP then gets the gradients in F.linear's order
+def gathered_linears(part: Tensor, layers: Sequence[tuple[Tensor, Tensor | None]], tp: Axis) -> list[Tensor]:
+    """Column slices' x W^T + b, for x of all tokens, of which only this rank's part is kept. layers: (W, b) of each."""
+    inputs = [tensor for weight, bias in layers for tensor in (bias, weight)]  # DDP then gets F.linear's order
+    return list(_GatheredLinears.apply(part, tp, *inputs))
 
 
-def sum_sequence_gradients(parameters: Iterable[nn.Parameter], mesh: Mesh) -> None:
-    """Sums the gradients of what every rank applied to its own tokens: norms, biases of row slices, positions.
+def sum_partial_gradients(parameters: Iterable[nn.Parameter], mesh: Mesh) -> None:
+    """Sums the gradients that tensor-parallel ranks have terms of. One all-reduce an iteration for each kind, in fp32.
 
-    These are the parameters that tensor parallelism does not divide. One all-reduce an iteration, in fp32.
+    Sequence parallelism: of what every rank applied to its own tokens: norms, biases of row slices, positions. These
+    are the parameters that are not divided. Without it: of norms that every rank applied to its own heads. And of keys
+    and values, of which several ranks hold the same part, but each for its own queries.
     """
-    if not mesh.tp.divides_sequence:
+    if mesh.tp.size == 1:
         return
-    gradients = [parameter.grad for parameter in parameters if not hasattr(parameter, "tp_slice")]
+    parameters = list(parameters)
+    whole = [parameter for parameter in parameters if not hasattr(parameter, "tp_slice")]
+    if not mesh.tp.divides_sequence:
+        whole = [parameter for parameter in whole if hasattr(parameter, "is_partial")]
+    copied = [parameter for parameter in parameters if hasattr(parameter, "tp_slice") and parameter.tp_slice.copies > 1]
+    sum_together(whole, mesh.tp)
+    sum_together(copied, mesh.copies)
+
+
+def sum_together(parameters: Sequence[nn.Parameter], axis: Axis) -> None:
+    """Sums these parameters' gradients over the axis, in one message."""
+    if not parameters:
+        return
+    gradients = [local_part(parameter.grad) for parameter in parameters]
     together = torch.cat([gradient.flatten() for gradient in gradients])
-    mesh.tp.all_reduce(together)
+    axis.all_reduce(together)
     summed = together.split([gradient.numel() for gradient in gradients])
     for gradient, total in zip(gradients, summed, strict=True):
         gradient.copy_(total.view_as(gradient))

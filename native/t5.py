@@ -1,4 +1,4 @@
-"""The T5 that Megatron-DeepSpeed trains: an encoder, a decoder that attends to it, and a head with an output bias.
+"""An encoder-decoder, such as T5: an encoder, a decoder that attends to it, and a head.
 
 A pipeline stage builds only some layers of the encoder or of the decoder.
 """
@@ -6,23 +6,24 @@ A pipeline stage builds only some layers of the encoder or of the decoder.
 import math
 import re
 from argparse import Namespace
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from native.layers import Embedding, Stack
-from native.parallel import Axis, Mesh, Tied
-from native.precision import cast
-from native.tensor_parallel import VocabEmbedding, enter_tp, sliced, vocab_cross_entropy
+from native.layers import Embedding, Head, Stack
+from native.parallel import Mesh, Tied
+from native.tensor_parallel import VocabEmbedding, enter_tp, vocab_cross_entropy
+from t5bench.costmodel.job import Architecture
 from t5bench.costmodel.layout import share
 
 
 class T5(nn.Module):
     """Encoder and decoder, or the layers of one of them that this pipeline stage holds, with the stage's embeddings."""
 
-    def __init__(self, args: Namespace, mesh: Mesh) -> None:
+    def __init__(self, args: Namespace, model: Architecture, mesh: Mesh) -> None:
         super().__init__()
+        self.model = model
         self.tp = mesh.tp
         self.pad = args.pad_token
         self.dtype = args.dtype
@@ -36,20 +37,20 @@ class T5(nn.Module):
         self.first_layer = 0
         parts: dict[str, nn.Module] = {}
         if stage in (0, split):
-            parts["embedding"] = Embedding(args, self.tp)
-        elif self.is_last:
-            self.word_embeddings_for_head = VocabEmbedding(args.padded_vocab_size, args.hidden_size, self.tp)
+            parts["embedding"] = Embedding(args, model, self.tp)
+        elif self.is_last and model.tied:
+            self.word_embeddings_for_head = VocabEmbedding(model.padded_vocabulary, model.hidden, self.tp)
         if stage in encoder_stages:
-            layers = share(args.encoder_num_layers, encoder_stages, stage)
+            layers = share(model.encoder_layers, encoder_stages, stage)
             self.first_layer = layers.start
             ends = stage == encoder_stages[-1]
-            parts["encoder"] = Stack(args, self.tp, len(layers), causal=False, is_last=ends)
+            parts["encoder"] = Stack(args, model, self.tp, len(layers), causal=False, is_last=ends)
         if stage in decoder_stages:
-            layers = share(args.decoder_num_layers, decoder_stages, stage)
+            layers = share(model.decoder_layers, decoder_stages, stage)
             self.first_layer = layers.start
-            parts["decoder"] = Stack(args, self.tp, len(layers), causal=True, cross=True, is_last=self.is_last)
+            parts["decoder"] = Stack(args, model, self.tp, len(layers), causal=True, cross=True, is_last=self.is_last)
         if self.is_last:
-            self.lm_head = LMHead(args, self.tp)
+            self.lm_head = Head(model, self.tp)
         self.language_model = nn.ModuleDict(parts)
         # Tokens of a sample that come from the stage before.
         self.received_length = args.encoder_seq_length // self.tp.sequence_parts
@@ -57,18 +58,28 @@ class T5(nn.Module):
             self.received_length += self.decoder_length
         self.tied: list[Tied] = []  # of which other stages have copies, too
         if mesh.pp.size > 1:
-            words = self.word_embeddings()
-            positions = parts["embedding"].position_embeddings if "embedding" in parts else None
-            self.tied = [
-                Tied({0, split, mesh.pp.size - 1}, [words.weight] if words else []),
-                Tied({0, split}, [positions.weight] if positions else []),
-            ]
+            self.tied = list(self.copied_elsewhere(split, mesh.pp.size))
+
+    def copied_elsewhere(self, split: int, stages: int) -> Iterator[Tied]:
+        """What several stages have; the same list on all of them, where a stage without a copy has none to name."""
+        words = self.word_embeddings()
+        holders = {0, split, stages - 1} if self.model.tied else {0, split}
+        yield Tied(holders, [words.weight] if words else [])
+        if self.model.positions == "learned":
+            has_positions = "embedding" in self.language_model
+            table = self.language_model["embedding"].position_embeddings.weight if has_positions else None
+            yield Tied({0, split}, [table] if has_positions else [])
+        if self.model.positions == "relative":
+            for name, holding in (("encoder", range(split)), ("decoder", range(split, stages))):
+                has_stack = name in self.language_model
+                table = self.language_model[name].relative_positions.weight if has_stack else None
+                yield Tied(set(holding), [table] if has_stack else [])
 
     def word_embeddings(self) -> VocabEmbedding | None:
-        """Of the stage's embedding, or the last stage's copy for the head; None on a stage in between."""
+        """Of the stage's embedding, or the last stage's copy for a tied head; None on a stage without one."""
         if "embedding" in self.language_model:
             return self.language_model["embedding"].word_embeddings
-        return self.word_embeddings_for_head if self.is_last else None
+        return getattr(self, "word_embeddings_for_head", None)
 
     def forward(
         self, encoder_tokens: Tensor, decoder_tokens: Tensor, labels: Tensor, received: Tensor | None = None
@@ -100,20 +111,11 @@ class T5(nn.Module):
         if not self.is_last:
             return torch.cat([x, encoded], dim=1)
         words = self.word_embeddings()
-        logits = self.lm_head(enter_tp(x, self.tp), words.weight)  # [b, s_dec, vocabulary / tp]
-        return vocab_cross_entropy(logits, labels, self.tp)
+        logits = self.lm_head(enter_tp(x, self.tp), words.weight if words else None)  # [b, s_dec, vocabulary / tp]
+        return vocab_cross_entropy(logits, labels, self.tp, self.model.padded_vocabulary)
 
     def whole_name(self, name: str) -> str:
         """The name of a stage's parameter in the model of one process; each stage counts its layers from 0."""
         if name == "word_embeddings_for_head.weight":
             return "language_model.embedding.word_embeddings.weight"
         return re.sub(r"layers\.(\d+)", lambda match: f"layers.{int(match[1]) + self.first_layer}", name)
-
-
-class LMHead(nn.Module):
-    def __init__(self, args: Namespace, tp: Axis) -> None:
-        super().__init__()
-        self.bias = sliced(args.padded_vocab_size, dim=0, tp=tp)
-
-    def forward(self, x: Tensor, embeddings: nn.Parameter) -> Tensor:
-        return F.linear(x, cast(embeddings, x.dtype), cast(self.bias, x.dtype))

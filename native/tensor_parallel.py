@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from native.parallel import Axis
-from native.precision import cast
-from native.sequence_parallel import gather_sequence, gathered_linear, own_part, scatter_sequence
+from native.precision import cast, cast_or_none
+from native.sequence_parallel import gather_sequence, gathered_linears, own_part, scatter_sequence
+from t5bench.costmodel.layout import share
 
 
 class _Enter(torch.autograd.Function):
@@ -68,27 +69,40 @@ class Slice(NamedTuple):
     """The dimension along which it is cut."""
     blocks: int
     """Equal blocks along `dim`, of each of which a rank has its part: three in the fused [q|k|v], else one."""
+    length: int
+    """Of the whole along `dim`."""
+    copies: int = 1
+    """Ranks, one after the other, that hold the same part: keys and values, if there are fewer groups than ranks."""
+
+    def part(self, tp: Axis) -> range:
+        """This rank's part of each block; if they do not divide evenly, the first ranks have one more."""
+        return share(self.length // self.blocks, range(tp.size // self.copies), tp.rank // self.copies)
 
     def local_shape(self, whole: tuple[int, ...], tp: Axis) -> tuple[int, ...]:
-        return (*whole[: self.dim], whole[self.dim] // tp.size, *whole[self.dim + 1 :])
+        return (*whole[: self.dim], self.blocks * len(self.part(tp)), *whole[self.dim + 1 :])
 
-    def whole_shape(self, local: tuple[int, ...], tp: Axis) -> tuple[int, ...]:
-        return (*local[: self.dim], local[self.dim] * tp.size, *local[self.dim + 1 :])
+    def whole_shape(self, local: tuple[int, ...]) -> tuple[int, ...]:
+        return (*local[: self.dim], self.length, *local[self.dim + 1 :])
 
-    def stretches(self, length: int, tp: Axis) -> list[tuple[int, int, int]]:
-        """Of a part of this length along `dim`, for each block: where it begins here and in the whole, its length."""
-        each = length // self.blocks
-        return [(block * each, (block * tp.size + tp.rank) * each, each) for block in range(self.blocks)]
+    def stretches(self, tp: Axis) -> list[tuple[int, int, int]]:
+        """Along `dim`, for each block: where this rank's part begins in what it holds and in the whole, its length."""
+        part = self.part(tp)
+        each = self.length // self.blocks
+        return [(block * len(part), block * each + part.start, len(part)) for block in range(self.blocks)]
 
     def cut(self, whole: Tensor, tp: Axis) -> Tensor:
         """This rank's part of a whole tensor."""
-        parts = [block.chunk(tp.size, self.dim)[tp.rank] for block in whole.chunk(self.blocks, self.dim)]
+        parts = [whole.narrow(self.dim, begin, length) for _, begin, length in self.stretches(tp)]
         return torch.cat(parts, self.dim)
 
+    def is_first_copy(self, tp: Axis) -> bool:
+        """Whether this is the first rank that holds its part."""
+        return tp.rank % self.copies == 0
 
-def sliced(*shape: int, dim: int, tp: Axis, blocks: int = 1) -> nn.Parameter:
+
+def sliced(*shape: int, dim: int, tp: Axis, blocks: int = 1, copies: int = 1) -> nn.Parameter:
     """One TP rank's slice of a parameter of this whole shape; the slice's description is its attribute `tp_slice`."""
-    tp_slice = Slice(dim, blocks)
+    tp_slice = Slice(dim, blocks, shape[dim], copies)
     parameter = nn.Parameter(torch.empty(tp_slice.local_shape(shape, tp)))
     parameter.tp_slice = tp_slice
     return parameter
@@ -98,49 +112,65 @@ def linear(x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None = None) ->
     """x W^T + b in x's dtype."""
     # The weight first: the order of the copies decides the order of gradients, and with that DDP's buckets.
     weight = cast(weight, x.dtype)
-    if bias is not None:
-        bias = cast(bias, x.dtype)
-    return F.linear(x, weight, bias)
+    return F.linear(x, weight, cast_or_none(bias, x.dtype))
 
 
 class ColumnLinear(nn.Module):
     """y = x W^T + b with a slice of W's rows (output features) on each TP rank; the output stays sliced.
 
-    `blocks`: the number of blocks of rows that are sliced separately, as in the fused [q|k|v]. `enters`: the input goes
-    through enter_tp here; otherwise it has done so before.
+    `blocks`: the number of blocks of rows that are sliced separately, as in the fused [q|k|v]. `copies`: ranks that
+    hold the same slice. `enters`: the input goes through enter_tp here; otherwise it has done so before.
     """
 
-    def __init__(self, inputs: int, outputs: int, tp: Axis, blocks: int = 1, *, enters: bool = True) -> None:
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        tp: Axis,
+        blocks: int = 1,
+        *,
+        copies: int = 1,
+        enters: bool = True,
+        bias: bool = True,
+    ) -> None:
         super().__init__()
         self.tp = tp
         self.enters = enters
         self.linear = linear  # unless zero_bubble.py puts its own here
-        self.weight = sliced(outputs, inputs, dim=0, tp=tp, blocks=blocks)
-        self.bias = sliced(outputs, dim=0, tp=tp, blocks=blocks)
+        self.weight = sliced(outputs, inputs, dim=0, tp=tp, blocks=blocks, copies=copies)
+        self.bias = sliced(outputs, dim=0, tp=tp, blocks=blocks, copies=copies) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.enters and self.tp.divides_sequence:
-            weight = cast(self.weight, x.dtype)
-            return gathered_linear(x, weight, cast(self.bias, x.dtype), self.tp)
         if self.enters:
-            x = enter_tp(x, self.tp)
+            return column_outputs(x, self)[0]
         return self.linear(x, self.weight, self.bias)
+
+
+def column_outputs(x: Tensor, *columns: ColumnLinear) -> list[Tensor]:
+    """What several column slices make of the same input, which enters them together."""
+    tp = columns[0].tp
+    if tp.divides_sequence:
+        pairs = [(cast(column.weight, x.dtype), cast_or_none(column.bias, x.dtype)) for column in columns]
+        return gathered_linears(x, pairs, tp)
+    x = enter_tp(x, tp)
+    return [column.linear(x, column.weight, column.bias) for column in columns]
 
 
 class RowLinear(nn.Module):
     """y = x W^T + b with a slice of W's columns (input features) on each TP rank; b is whole, and added once."""
 
-    def __init__(self, inputs: int, outputs: int, tp: Axis) -> None:
+    def __init__(self, inputs: int, outputs: int, tp: Axis, *, bias: bool = True) -> None:
         super().__init__()
         self.tp = tp
         self.linear = linear  # unless zero_bubble.py puts its own here
         self.weight = sliced(outputs, inputs, dim=1, tp=tp)
-        self.bias = nn.Parameter(torch.empty(outputs))
+        self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         if self.tp.size == 1:
             return self.linear(x, self.weight, self.bias)
-        return leave_tp(self.linear(x, self.weight), self.tp) + cast(self.bias, x.dtype)
+        summed = leave_tp(self.linear(x, self.weight), self.tp)
+        return summed if self.bias is None else summed + cast(self.bias, x.dtype)
 
 
 class VocabEmbedding(nn.Module):
@@ -150,19 +180,19 @@ class VocabEmbedding(nn.Module):
         super().__init__()
         self.tp = tp
         self.weight = sliced(vocabulary, hidden, dim=0, tp=tp)
+        self.words = self.weight.tp_slice.part(tp)
 
     def forward(self, tokens: Tensor, dtype: torch.dtype) -> Tensor:
         """[b, s] ids to [b, s, hidden]: each rank looks up its own words, the others are 0, and the sum has all."""
         if self.tp.size == 1:
             return F.embedding(tokens, self.weight).to(dtype)
-        rows_per_rank = len(self.weight)
-        local = tokens - self.tp.rank * rows_per_rank  # [b, s]
-        is_elsewhere = (local < 0) | (local >= rows_per_rank)
+        local = tokens - self.words.start  # [b, s]
+        is_elsewhere = (local < 0) | (local >= len(self.words))
         embedded = F.embedding(local.masked_fill(is_elsewhere, 0), self.weight).to(dtype)  # [b, s, hidden]
         return leave_tp(embedded.masked_fill(is_elsewhere.unsqueeze(-1), 0), self.tp)
 
 
-def vocab_cross_entropy(logits: Tensor, labels: Tensor, tp: Axis) -> Tensor:
+def vocab_cross_entropy(logits: Tensor, labels: Tensor, tp: Axis, vocabulary: int) -> Tensor:
     """Cross entropy per token, [b, s] fp32, 0 where the label is -1; logits [b, s, V/tp] are a slice of the vocabulary.
 
     Only three numbers per token travel: the maximum, the sum of exponentials and the label's logit.
@@ -175,9 +205,9 @@ def vocab_cross_entropy(logits: Tensor, labels: Tensor, tp: Axis) -> Tensor:
     logits = logits - largest.unsqueeze(-1)
     exp_sum = sum_over(logits.exp().sum(-1), tp)  # [b, s]
 
-    words_per_rank = logits.size(-1)
-    local = labels - tp.rank * words_per_rank  # [b, s]
-    is_here = (local >= 0) & (local < words_per_rank) & (labels >= 0)
+    words = share(vocabulary, range(tp.size), tp.rank)
+    local = labels - words.start  # [b, s]
+    is_here = (local >= 0) & (local < len(words)) & (labels >= 0)
     index = local.masked_fill(~is_here, 0).unsqueeze(-1)  # [b, s, 1]
     label_logits = logits.gather(-1, index).squeeze(-1).masked_fill(~is_here, 0.0)  # [b, s]
     return (exp_sum.log() - sum_over(label_logits, tp)).masked_fill(labels < 0, 0.0)

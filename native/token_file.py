@@ -7,8 +7,10 @@ from pathlib import Path
 
 import numpy as np
 
+from t5bench import Problem
 from t5bench.corpus.index import read_index
 from t5bench.corpus.tokenizer import load_tokenizer, readable
+from t5bench.costmodel.job import Architecture
 
 
 class TokenFile:
@@ -76,7 +78,12 @@ class Vocabulary:
 
 
 def pad_vocabulary(args: Namespace, vocabulary: Vocabulary) -> None:
-    """Adds padded_vocab_size and pad_token to the arguments."""
-    multiple = args.make_vocab_size_divisible_by * args.tp
-    args.padded_vocab_size = -(-vocabulary.size // multiple) * multiple
+    """Adds padded_vocab_size and pad_token to the arguments. Raises Problem if a described model has too few words."""
     args.pad_token = vocabulary.pad
+    args.padded_vocab_size = 0
+    described = Architecture.of_arguments(vars(args), 0).padded_vocabulary
+    if described and described < vocabulary.size:
+        found = f"the model has {described} words, the tokenizer {args.tokenizer_model} {vocabulary.size}"
+        raise Problem(found, "Prepare the data with the model's own tokenizer: TOKENIZER_MODEL")
+    multiple = args.make_vocab_size_divisible_by * args.tp
+    args.padded_vocab_size = described or -(-vocabulary.size // multiple) * multiple

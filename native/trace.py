@@ -269,8 +269,8 @@ class Tracer:
         tp_slice: Slice | None = getattr(parameter, "tp_slice", None)
         if not tp_slice:
             return random_vectors(name, shape_of(parameter))
-        vectors = random_vectors(name, tp_slice.whole_shape(shape_of(parameter), self.mesh.tp))
-        behind_vectors = Slice(tp_slice.dim + 1, tp_slice.blocks)
+        vectors = random_vectors(name, tp_slice.whole_shape(shape_of(parameter)))
+        behind_vectors = tp_slice._replace(dim=tp_slice.dim + 1)
         return behind_vectors.cut(vectors, self.mesh.tp)
 
     def parameter_line(self, phase: str, name: str, sketch: Tensor, **more: Any) -> None:

@@ -20,6 +20,7 @@ from native import checkpoint
 from native.data import Batch, open_data, open_test
 from native.data_parallel import TorchTrainer
 from native.metrics import Metrics, print_line
+from native.model import mesh_of
 from native.parallel import Mesh
 from native.token_file import TokenFile, Vocabulary, pad_vocabulary
 from native.trainers import make_trainer
@@ -135,7 +136,7 @@ def run(args: Namespace) -> None:
     dist.init_process_group(args.distributed_backend, timeout=timeout, device_id=device_id)
     vocabulary = share_vocabulary(args, file)
     pad_vocabulary(args, vocabulary)
-    mesh = Mesh.build(args.pp, args.dp, args.tp, args.device, args.seed, divides_sequence=args.sequence_parallel)
+    mesh = mesh_of(args)
     trainer = make_trainer(args, mesh)
     training, validation = open_data(args, mesh.dp.rank, file, vocabulary, done)
     if done:

@@ -44,10 +44,9 @@ class ZeroTrainer(TorchTrainer):
         with args.device, deepspeed.zero.Init(config_dict_or_path=config, enabled=has_sharded_parameters):
             model = build(args, mesh)
         initialise(model, args, mesh, fill)
-        if has_sharded_parameters:  # the head uses the embedding's weight, so it has to gather it
-            head = getattr(model, "lm_head", model)
+        if has_sharded_parameters and model.lm_head.weight is None:  # it uses the embedding's, so it has to gather it
             embedding = model.language_model["embedding"].word_embeddings
-            deepspeed.zero.register_external_parameter(head, embedding.weight)
+            deepspeed.zero.register_external_parameter(model.lm_head, embedding.weight)
         optimizer = make_optimizer(model, args)
         self.model, self.optimizer, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
         if args.zero_reduce_once and not hasattr(self.model, "coalesce_grad_reduction"):

@@ -3,13 +3,15 @@
 Sizes are in tokens, layers and elements; names of arguments are those of Megatron without dashes.
 """
 
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from t5bench.costmodel.schedule import INTERLEAVED, ONE_F_ONE_B, puts_off_weights
 
 REDUCE_ONCE_RELEASE = "0.19.2"  # of DeepSpeed, from which on ZeRO-2 and 3 can reduce once an iteration
+LENGTHS = ("encoder_length", "decoder_length")  # of a run, not of a model
 BYTES = {"bf16": 2, "fp16": 2, "fp8": 2, "fp32": 4, "tf32": 4}
 
 
@@ -29,7 +31,7 @@ class Architecture:
     family: str = "t5"
     kv_heads: int = 0  # key and value heads, as many as heads unless queries are grouped
     gated: bool = False
-    activation: str = "gelu"
+    activation: str = "gelu"  # or "gelu_tanh", which is its usual approximation, "relu", "silu"
     tied: bool = True  # the head shares the embedding
     positions: str = "learned"  # or "relative" (a table of buckets x heads in each stack), "rotary", "none"
     position_rows: int = 0  # of the learned table, the longest length unless given
@@ -47,11 +49,24 @@ class Architecture:
     global_every: int = 1  # every so many layers, one has global attention
     special_words: int = 0  # vectors of the embedding that are not in its table
     predicted: int = 0  # tokens of a sample that have logits, such as a BERT's masked ones; 0 for all
+    # What no cost depends on, but an engine that computes the model must know.
+    kind: str = ""  # Transformers' model_type; "" for a model of the launchers' own settings
+    parallel_residual: bool = False  # attention and FFN, each with a norm, have the same input
+    norm_epsilon: float = 1e-5
+    rotary_base: float = 10000.0
+    rotary_columns: int = 0  # of each head that rotary positions turn; 0: all
+    rotary_scaling: tuple[float, ...] = ()  # a factor; or Llama 3's: factor, low and high frequency factor, old length
+    relative_distance: int = 128  # from which on all distances are in one bucket
+    scaled_scores: bool = True  # attention's, by the square root of the head size
+    scaled_head: bool = False  # the output's hidden states, by the square root of the hidden size
+    initial: str = "scaled"  # weights that add to the residual stream: smaller by the depth; or "plain", or "t5"
+    initial_std: float = 0.02
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kv_heads", self.kv_heads or self.heads)
         longest = max(self.encoder_length, self.decoder_length)
         object.__setattr__(self, "position_rows", self.position_rows or longest)
+        object.__setattr__(self, "rotary_scaling", tuple(self.rotary_scaling))
 
     @property
     def layers(self) -> int:
@@ -90,16 +105,31 @@ class Architecture:
         """Columns of the key projection, and of the value projection."""
         return self.kv_heads * self.head_size
 
+    def description(self) -> str:
+        """The model without its lengths, from which of_arguments() makes it again: JSON of what is not a default."""
+        defaults = {entry.name: entry.default for entry in fields(self)}
+        own = LENGTHS if self.positions == "learned" else (*LENGTHS, "position_rows")
+        values = {name: getattr(self, name) for name in defaults if name not in own}
+        return json.dumps({name: value for name, value in values.items() if value != defaults[name]})
+
     @classmethod
     def of_arguments(cls, arguments: Mapping[str, Any], padded_vocabulary: int) -> "Architecture":
-        """The model of Megatron's arguments, by name without dashes (``encoder_num_layers``), as text or values."""
+        """The model of an engine's arguments, by name without dashes (``encoder_num_layers``), as text or values.
+
+        A description (``description()``) says all but the lengths; else the arguments are Megatron's.
+        """
 
         def number(name: str, otherwise: int = 0) -> int:
             return int(arguments.get(name) or otherwise)
 
+        t5 = number("decoder_num_layers") > 0
+        if arguments.get("model_description"):
+            described = json.loads(arguments["model_description"])
+            length = number("decoder_seq_length" if t5 else "seq_length")
+            encoder_length = number("encoder_seq_length") if t5 else 0
+            return cls(encoder_length=encoder_length, decoder_length=length, **described)
         hidden = number("hidden_size")
         heads = number("num_attention_heads")
-        t5 = number("decoder_num_layers") > 0
         gated = _given(arguments, "swiglu")
         positions = "learned"
         if _given(arguments, "use_rotary_position_embeddings"):
@@ -120,7 +150,8 @@ class Architecture:
             head_bias=t5,
             family="t5" if t5 else "gpt",
             gated=gated,
-            activation="silu" if gated else "gelu",
+            activation="silu" if gated else "gelu" if _given(arguments, "no_bias_gelu_fusion") else "gelu_tanh",
+            initial_std=float(arguments.get("init_method_std", 0.02)),
             biases=not _given(arguments, "disable_bias_linear"),
             tied=not _given(arguments, "untie_embeddings_and_output_weights"),
             positions=positions,

@@ -13,7 +13,16 @@ from t5bench.costmodel.job import Architecture
 Config = Mapping[str, Any]
 LENGTH = 4096
 """Tokens of a sample where nothing else is asked; a model that takes fewer has those."""
-GATED_T5 = ("gated-gelu", "gated-silu")
+# Transformers' names of activations.
+ACTIVATIONS = {
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "relu": "relu",
+    "silu": "silu",
+    "swish": "silu",
+}
 OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size")
 OF_STATES = ("ssm_cfg", "state_size", "mamba_d_state", "linear_num_value_heads")
 
@@ -29,10 +38,10 @@ def architecture_of(config: Config, length: int = 0, decoder_length: int = 0) ->
         raise ValueError(f"'{kind}' has experts, which the cost model cannot price")
     if any(config.get(name) for name in OF_STATES):
         raise ValueError(f"'{kind}' has layers with a state, which the cost model cannot price")
-    if kind == "t5":
+    if kind in ("t5", "mt5"):
         return _t5(config, length, decoder_length)
     if kind not in DECODERS:
-        known = " ".join((*DECODERS, "t5"))
+        known = " ".join((*DECODERS, "t5", "mt5"))
         raise ValueError(f"the cost model does not know models of the type '{kind}'; it knows: {known}")
     return DECODERS[kind](config, length)
 
@@ -54,14 +63,41 @@ def _decoder(config: Config, length: int, **different: Any) -> Architecture:
         "family": "gpt",
         "kv_heads": int(config.get("num_key_value_heads") or heads),
         "gated": True,
-        "activation": "silu",
+        "activation": activation_of(config.get("hidden_act", "silu")),
         "tied": bool(config.get("tie_word_embeddings", False)),
         "positions": "rotary",
         "biases": False,
         "head_bias": False,
         "norm": "rms",
+        "kind": str(config.get("model_type", "")),
+        "norm_epsilon": float(config.get("rms_norm_eps", 1e-6)),
+        **_rotary(config),
+        "initial": "plain",
+        "initial_std": float(config.get("initializer_range", 0.02)),
     }
     return Architecture(**(values | different))
+
+
+def activation_of(name: Any) -> str:
+    if name not in ACTIVATIONS:
+        raise ValueError(f"its activation is '{name}', which is not one of: {' '.join(ACTIVATIONS)}")
+    return ACTIVATIONS[name]
+
+
+def _rotary(config: Config) -> dict[str, Any]:
+    """Base and scaling of rotary positions; newer configurations have both in rope_parameters."""
+    scaling = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    base = scaling.get("rope_theta") or config.get("rope_theta") or 10000.0
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    numbers: tuple[float, ...] = ()
+    if kind == "linear":
+        numbers = (float(scaling["factor"]),)
+    elif kind == "llama3":
+        names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+        numbers = tuple(float(scaling[name]) for name in names)
+    elif kind != "default":
+        raise ValueError(f"its rotary positions are scaled in a way that is not supported: '{kind}'")
+    return {"rotary_base": float(base), "rotary_scaling": numbers}
 
 
 def _length(most: Any, asked: int) -> int:
@@ -131,7 +167,20 @@ def _gemma3(config: Config, length: int) -> Architecture:
 def _gpt_neox(config: Config, length: int) -> Architecture:
     if not config.get("attention_bias", True):
         raise ValueError("its FFN has biases and its attention has none")
-    return _decoder(config, length, gated=False, activation="gelu", biases=True, norm="layer")
+    columns = int(int(config["hidden_size"]) // int(config["num_attention_heads"]) * config.get("rotary_pct", 0.25))
+    return _decoder(
+        config,
+        length,
+        gated=False,
+        kv_heads=int(config["num_attention_heads"]),
+        activation=activation_of(config.get("hidden_act", "gelu")),
+        biases=True,
+        norm="layer",
+        norm_epsilon=float(config.get("layer_norm_eps", 1e-5)),
+        parallel_residual=bool(config.get("use_parallel_residual", True)),
+        rotary_columns=columns,
+        rotary_base=float(config.get("rope_theta") or config.get("rotary_emb_base") or 10000.0),
+    )
 
 
 def _phi(config: Config, length: int) -> Architecture:
@@ -155,17 +204,27 @@ def _gpt2(config: Config, length: int) -> Architecture:
         renamed,
         length,
         gated=False,
-        activation="gelu",
+        activation=activation_of(config.get("activation_function", "gelu_new")),
         tied=bool(config.get("tie_word_embeddings", True)),
         positions="learned",
         position_rows=rows,
         biases=True,
         norm="layer",
+        kind="gpt2",
+        norm_epsilon=float(config.get("layer_norm_epsilon", 1e-5)),
+        initial="scaled",
+        initial_std=float(config.get("initializer_range", 0.02)),
     )
 
 
 def _t5(config: Config, length: int, decoder_length: int) -> Architecture:
-    feed_forward = str(config.get("feed_forward_proj", "relu"))
+    kind = str(config["model_type"])
+    feed_forward = str(config.get("feed_forward_proj", "relu" if kind == "t5" else "gated-gelu"))
+    gate, _, activation = feed_forward.rpartition("-")
+    if gate not in ("", "gated"):
+        raise ValueError(f"its feed-forward is '{feed_forward}', which is not supported")
+    activation = "gelu_new" if feed_forward == "gated-gelu" else activation
+    tied = bool(config.get("tie_word_embeddings", kind == "t5"))
     heads = int(config["num_heads"])
     layers = int(config["num_layers"])
     encoder_length = length or 512
@@ -179,14 +238,21 @@ def _t5(config: Config, length: int, decoder_length: int) -> Architecture:
         encoder_length=encoder_length,
         decoder_length=decoder_length or encoder_length,
         padded_vocabulary=int(config["vocab_size"]),
-        gated=feed_forward in GATED_T5,
-        activation=feed_forward.removeprefix("gated-"),
-        tied=bool(config.get("tie_word_embeddings", True)),
+        gated=gate == "gated",
+        activation=activation_of(activation),
+        tied=tied,
         positions="relative",
         relative_buckets=int(config.get("relative_attention_num_buckets", 32)),
         biases=False,
         head_bias=False,
         norm="rms",
+        kind=kind,
+        norm_epsilon=float(config.get("layer_norm_epsilon", 1e-6)),
+        relative_distance=int(config.get("relative_attention_max_distance", 128)),
+        scaled_scores=False,
+        scaled_head=tied,
+        initial="t5",
+        initial_std=float(config.get("initializer_factor", 1.0)),
     )
 
 

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from native.data_parallel import TorchTrainer
-from native.model import T5, build
+from native.model import build, make
 from native.parallel import Axis, Mesh
 from t5bench.costmodel import flops
 from t5bench.costmodel.achievable_rates import BY_FAMILY, START
@@ -54,7 +54,7 @@ def native_arguments(a: Architecture, **more: object) -> SimpleNamespace:
 def test_a_rank_has_the_parameters_that_the_native_engine_builds(architecture, tensor, pipeline):
     for stage in range(pipeline):
         with torch.device("meta"):
-            model = T5(native_arguments(architecture), Mesh(pp=Axis(pipeline, stage), tp=Axis(tensor)))
+            model = make(native_arguments(architecture), Mesh(pp=Axis(pipeline, stage), tp=Axis(tensor)))
         built = sum(parameter.numel() for parameter in model.parameters())
         assert built == parameters(architecture, Parallel(tensor, pipeline), stage)
 
@@ -75,7 +75,7 @@ def test_a_stage_of_a_deep_pipeline_has_the_parameters_that_the_native_engine_bu
     assert (
         len(layers)
         == len(set(layers))
-        == sum(".layers." in name for name, _ in T5(native_arguments(architecture), Mesh()).named_parameters())
+        == sum(".layers." in name for name, _ in make(native_arguments(architecture), Mesh()).named_parameters())
     )
 
 

@@ -53,18 +53,29 @@ def test_a_stretch_of_elements_is_a_few_boxes(shape: list[int], ends: tuple[floa
 
 @given(
     tp=st.integers(1, 4), shards=st.integers(1, 5), blocks=st.sampled_from([1, 3]), dim=st.sampled_from([0, 1]),
-    each=st.integers(1, 3),
+    each=st.integers(4, 13), copies=st.sampled_from([1, 2]),
 )  # fmt: skip
-def test_the_boxes_of_all_processes_are_the_whole_tensor(tp: int, shards: int, blocks: int, dim: int, each: int):
-    """FSDP2 cuts the rows of what tensor parallelism has cut, of which the last processes may have none."""
-    tp_slice = Slice(dim, blocks if dim == 0 else 1)
-    size = tp_slice.blocks * each * tp
+def test_the_boxes_of_all_processes_are_the_whole_tensor(
+    tp: int, shards: int, blocks: int, dim: int, each: int, copies: int
+):
+    """FSDP2 cuts the rows of what tensor parallelism has cut, of which the last processes may have none.
+
+    Parts of tensor parallelism may have different sizes, as those of a vocabulary, and several ranks the same one.
+    """
+    blocks = blocks if dim == 0 else 1
+    size = blocks * each
+    copies = copies if tp % copies == 0 else 1
+    tp_slice = Slice(dim, blocks, size, copies)
     whole = torch.arange(size * 2.0).view((size, 2) if dim == 0 else (2, size))
     found = torch.full_like(whole, -1)
     for rank in range(tp):
         axis = Axis(tp, rank)
         part = tp_slice.cut(whole, axis)
-        stretches = tp_slice.stretches(part.shape[dim], axis)
+        assert tp_slice.local_shape(tuple(whole.shape), axis) == tuple(part.shape)
+        assert tp_slice.whole_shape(tuple(part.shape)) == tuple(whole.shape)
+        if not tp_slice.is_first_copy(axis):
+            continue
+        stretches = tp_slice.stretches(axis)
         rows = -(-len(part) // shards)
         for shard in range(shards):
             begin = min(shard * rows, len(part))

@@ -159,7 +159,7 @@ WRONG = {
     ),
     "norms are not summed over parts of the sequence": (
         Parallel(2, 1, 1, sequence_parallel=True),
-        (data_parallel, "sum_sequence_gradients", lambda *_: None),
+        (data_parallel, "sum_partial_gradients", lambda *_: None),
         DIFFERENT,
     ),
     "the gradient of a block's input is not summed": (

@@ -67,6 +67,8 @@ def linear_gpt2(name: str, source: str) -> dict[str, EngineParameter]:
 
 def parameter_map(architecture: Architecture) -> dict[str, EngineParameter]:
     """By the name of the parameter in Transformers. Raises Problem for a model that has no such class."""
+    if architecture.kind:
+        return MAPS[architecture.kind](architecture)
     check(architecture)
     return blenderbot_map(architecture) if architecture.family == "t5" else gpt2_map(architecture)
 
@@ -138,6 +140,113 @@ def cross_attention_map(ours: str, theirs: str, heads: int) -> dict[str, EngineP
         pairs |= both_ends(f"{theirs}.encoder_attn.{projection}", source, half_of_heads(part, heads))
     pairs |= both_ends(f"{theirs}.encoder_attn.out_proj", f"{ours}.inter_attention.dense")
     return pairs | both_ends(f"{theirs}.final_layer_norm", f"{ours}.post_inter_attention_layernorm")
+
+
+# ---- models that a config.json describes -----------------------------------------------------------------------------
+
+
+def weight(name: str, source: str, view: Callable[[Tensor], Tensor] = as_it_is) -> dict[str, EngineParameter]:
+    return {f"{name}.weight": EngineParameter(f"{source}.weight", view)}
+
+
+def half(number: int) -> Callable[[Tensor], Tensor]:
+    """Of [key | value] of grouped heads, or of a feed-forward's [gate | up]."""
+    return lambda parameter: parameter.chunk(2)[number]
+
+
+def heads_first(heads: int) -> Callable[[Tensor], Tensor]:
+    """Of [query | key | value]: all three of the first head, then of the next, as GPT-NeoX has them."""
+    return lambda parameter: parameter.unflatten(0, (3, heads, -1)).transpose(0, 1)
+
+
+def projections(a: Architecture, theirs: str, names: tuple[str, str, str], ours: str) -> dict[str, EngineParameter]:
+    """Self-attention's queries, keys and values, with their biases if they have any."""
+    sources = [(f"{ours}.query_key_value", third(number)) for number in range(3)]
+    if a.kv_heads < a.heads:
+        sources = [(f"{ours}.query", as_it_is), (f"{ours}.key_value", half(0)), (f"{ours}.key_value", half(1))]
+    pairs: dict[str, EngineParameter] = {}
+    for name, (source, view) in zip(names, sources, strict=True):
+        with_bias = a.biases or a.query_biases
+        pairs |= (both_ends if with_bias else weight)(f"{theirs}.{name}", source, view)
+    return pairs
+
+
+def llama_map(a: Architecture) -> dict[str, EngineParameter]:
+    """And Mistral, Qwen 2 and Qwen 3."""
+    pairs = weight("model.embed_tokens", WORDS.removesuffix(".weight"))
+    pairs |= weight("model.norm", "language_model.encoder.final_layernorm")
+    linear = both_ends if a.biases else weight
+    for number in range(a.layers):
+        ours = f"language_model.encoder.layers.{number}"
+        theirs = f"model.layers.{number}"
+        pairs |= weight(f"{theirs}.input_layernorm", f"{ours}.input_layernorm")
+        pairs |= weight(f"{theirs}.post_attention_layernorm", f"{ours}.post_attention_layernorm")
+        names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+        pairs |= projections(a, theirs, names, f"{ours}.self_attention")
+        if a.query_key_norms:
+            pairs |= weight(f"{theirs}.self_attn.q_norm", f"{ours}.self_attention.query_layernorm")
+            pairs |= weight(f"{theirs}.self_attn.k_norm", f"{ours}.self_attention.key_layernorm")
+        pairs |= linear(f"{theirs}.self_attn.o_proj", f"{ours}.self_attention.dense")
+        pairs |= linear(f"{theirs}.mlp.gate_proj", f"{ours}.mlp.dense_h_to_4h", half(0))
+        pairs |= linear(f"{theirs}.mlp.up_proj", f"{ours}.mlp.dense_h_to_4h", half(1))
+        pairs |= linear(f"{theirs}.mlp.down_proj", f"{ours}.mlp.dense_4h_to_h")
+    return pairs if a.tied else pairs | weight("lm_head", "lm_head")
+
+
+def neox_map(a: Architecture) -> dict[str, EngineParameter]:
+    pairs = weight("gpt_neox.embed_in", WORDS.removesuffix(".weight"))
+    pairs |= both_ends("gpt_neox.final_layer_norm", "language_model.encoder.final_layernorm")
+    for number in range(a.layers):
+        ours = f"language_model.encoder.layers.{number}"
+        theirs = f"gpt_neox.layers.{number}"
+        for name in ("input_layernorm", "post_attention_layernorm", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h"):
+            pairs |= both_ends(f"{theirs}.{name}", f"{ours}.{name}")
+        source = f"{ours}.self_attention.query_key_value"
+        pairs |= both_ends(f"{theirs}.attention.query_key_value", source, heads_first(a.heads))
+        pairs |= both_ends(f"{theirs}.attention.dense", f"{ours}.self_attention.dense")
+    return pairs if a.tied else pairs | weight("embed_out", "lm_head")
+
+
+def t5_map(a: Architecture) -> dict[str, EngineParameter]:
+    pairs = weight("shared", WORDS.removesuffix(".weight"))
+    for stack, layers in (("encoder", a.encoder_layers), ("decoder", a.decoder_layers)):
+        table = f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias"
+        pairs |= weight(table, f"language_model.{stack}.relative_positions")
+        pairs |= weight(f"{stack}.final_layer_norm", f"language_model.{stack}.final_layernorm")
+        for number in range(layers):
+            ours = f"language_model.{stack}.layers.{number}"
+            theirs = f"{stack}.block.{number}.layer"
+            names = ("SelfAttention.q", "SelfAttention.k", "SelfAttention.v")
+            pairs |= projections(a, f"{theirs}.0", names, f"{ours}.self_attention")
+            pairs |= weight(f"{theirs}.0.SelfAttention.o", f"{ours}.self_attention.dense")
+            pairs |= weight(f"{theirs}.0.layer_norm", f"{ours}.input_layernorm")
+            pairs |= weight(f"{theirs}.1.layer_norm", f"{ours}.post_attention_layernorm")
+            last = 1
+            if stack == "decoder":
+                last = 2
+                cross = f"{theirs}.1.EncDecAttention"
+                pairs |= weight(f"{cross}.q", f"{ours}.inter_attention.query")
+                for part, name in enumerate("kv"):
+                    view = half_of_heads(part, a.heads)
+                    pairs |= weight(f"{cross}.{name}", f"{ours}.inter_attention.key_value", view)
+                pairs |= weight(f"{cross}.o", f"{ours}.inter_attention.dense")
+                pairs |= weight(f"{theirs}.2.layer_norm", f"{ours}.post_inter_attention_layernorm")
+            feed_forward = f"{theirs}.{last}.DenseReluDense"
+            inner = f"{ours}.mlp.dense_h_to_4h"
+            if a.gated:
+                pairs |= weight(f"{feed_forward}.wi_0", inner, half(0)) | weight(f"{feed_forward}.wi_1", inner, half(1))
+            else:
+                pairs |= weight(f"{feed_forward}.wi", inner)
+            pairs |= weight(f"{feed_forward}.wo", f"{ours}.mlp.dense_4h_to_h")
+    return pairs if a.tied else pairs | weight("lm_head", "lm_head")
+
+
+MAPS: Mapping[str, Callable[[Architecture], dict[str, EngineParameter]]] = {
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), llama_map),
+    "gpt2": gpt2_map,
+    "gpt_neox": neox_map,
+    **dict.fromkeys(("t5", "mt5"), t5_map),
+}
 
 
 def configuration(model: TrainedModel, special_tokens: Mapping[str, int | None]) -> Any:

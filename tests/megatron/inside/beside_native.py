@@ -12,7 +12,7 @@ from models import make_batch, make_model
 
 from native import arguments
 from native.data import split_documents
-from native.model import T5, initialise
+from native.model import initialise, make
 from native.parallel import Mesh
 from native.t5_samples import SpanCorruption
 from native.token_file import TokenFile, Vocabulary
@@ -32,7 +32,7 @@ def test_loss_and_gradients(args: Namespace, monkeypatch: pytest.MonkeyPatch, ex
     native_args.pad_token = 0
     native_args.no_bias_gelu_fusion = exact_gelu
     monkeypatch.setattr(args, "bias_gelu_fusion", not exact_gelu)
-    native = T5(native_args, Mesh()).eval()
+    native = make(native_args, Mesh()).eval()
     model = make_model()
     parameters = dict(model.named_parameters())
     with torch.no_grad():
@@ -61,7 +61,7 @@ def test_initial_weights(args: Namespace):
     found = dict(make_model().named_parameters())
     native_args.padded_vocab_size = args.padded_vocab_size
     native_args.pad_token = 0
-    native = T5(native_args, Mesh())
+    native = make(native_args, Mesh())
     initialise(native, native_args, Mesh())
     assert len(found) > 30 and all(torch.equal(found[name], drawn) for name, drawn in native.named_parameters())
 
