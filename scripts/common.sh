@@ -22,10 +22,6 @@ REPO_ROOT=$(cd -- "${BASH_SOURCE[0]%/*}/.." && pwd -P)
 export PYTHON=${PYTHON:-python3}
 [[ $PYTHON == */* ]] || PYTHON=$(type -P -- "$PYTHON" || printf '%s' "$PYTHON")
 [[ $PYTHON != */* || $PYTHON == /* ]] || PYTHON=$PWD/$PYTHON
-# What precedes a strategy in names; T5 came first and has no prefix.
-FAMILY_PREFIX=${MODEL_FAMILY:-t5}-
-# shellcheck disable=SC2034 # read by the scripts that source this file
-FAMILY_PREFIX=${FAMILY_PREFIX#t5-}
 # The engines and the programs of this repository import its packages from here, not from another checkout.
 [[ ${PYTHONPATH:-}: == "$REPO_ROOT":* ]] || export PYTHONPATH=$REPO_ROOT${PYTHONPATH:+:$PYTHONPATH}
 
@@ -47,6 +43,21 @@ for part in t5bench/{__init__.py,plan,record,costmodel,run} native ds_configs pa
 done
 unset part
 pwd -P >/dev/null 2>&1 || die "the current directory was removed" "Change to one that exists"
+
+# ---- the model -----------------------------------------------------------------------------------------------------
+
+# From here on MODEL is a description of the model, which does not depend on files of this host.
+if [[ -n ${MODEL:-} ]]; then
+  described=$(cd -- "$REPO_ROOT" && "$PYTHON" -m t5bench.plan.described_model "$OLDPWD") || exit 2
+  while IFS='=' read -r name value; do
+    export "$name=$value"
+  done <<<"$described"
+  unset described name value
+fi
+# What precedes a strategy in names; T5 came first and has no prefix.
+FAMILY_PREFIX=${MODEL_FAMILY:-t5}-
+# shellcheck disable=SC2034 # read by the scripts that source this file
+FAMILY_PREFIX=${FAMILY_PREFIX#t5-}
 
 # ---- the planning process ------------------------------------------------------------------------------------------
 

@@ -199,4 +199,12 @@ if __name__ == "__main__":
     guard_streams()
     inherited.put_right()
     os.environ.setdefault("PYTHON", sys.executable)  # for the launchers that a command starts
+    if os.environ.get("MODEL"):  # which says some other settings
+        from t5bench.plan.described_model import with_model
+
+        try:
+            os.environ.update(with_model(os.environ, os.getcwd()))
+        except Problem as problem:
+            note(problem.report)
+            sys.exit(EXIT_CONFIGURATION)
     sys.exit(main())

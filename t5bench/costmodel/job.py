@@ -11,6 +11,7 @@ from typing import Any
 from t5bench.costmodel.schedule import INTERLEAVED, ONE_F_ONE_B, puts_off_weights
 
 REDUCE_ONCE_RELEASE = "0.19.2"  # of DeepSpeed, from which on ZeRO-2 and 3 can reduce once an iteration
+MOST = 10**9  # of a size or a number of a model
 LENGTHS = ("encoder_length", "decoder_length")  # of a run, not of a model
 BYTES = {"bf16": 2, "fp16": 2, "fp8": 2, "fp32": 4, "tf32": 4}
 
@@ -113,6 +114,23 @@ class Architecture:
         return json.dumps({name: value for name, value in values.items() if value != defaults[name]})
 
     @classmethod
+    def of_description(cls, content: Any) -> "Architecture":
+        """The model of a description that json has read, with lengths of 0. Raises ValueError for anything else."""
+        if not isinstance(content, Mapping):
+            raise ValueError("a model's description is not a JSON object")
+        kinds = {entry.name: entry.type for entry in fields(cls) if entry.name not in LENGTHS}
+        for name, value in content.items():
+            if name not in kinds:
+                raise ValueError(f"a model's description has an unknown part '{name}'")
+            if not _fits(value, kinds[name]):
+                raise ValueError(f"a model's description has {name}={value!r}, which is not possible")
+        needed = ("encoder_layers", "decoder_layers", "hidden", "heads", "head_size", "ffn", "padded_vocabulary")
+        for name in needed:
+            if name not in content:
+                raise ValueError(f"a model's description lacks {name}")
+        return cls(encoder_length=0, decoder_length=0, **content)
+
+    @classmethod
     def of_arguments(cls, arguments: Mapping[str, Any], padded_vocabulary: int) -> "Architecture":
         """The model of an engine's arguments, by name without dashes (``encoder_num_layers``), as text or values.
 
@@ -124,10 +142,9 @@ class Architecture:
 
         t5 = number("decoder_num_layers") > 0
         if arguments.get("model_description"):
-            described = json.loads(arguments["model_description"])
+            model = cls.of_description(json.loads(arguments["model_description"]))
             length = number("decoder_seq_length" if t5 else "seq_length")
-            encoder_length = number("encoder_seq_length") if t5 else 0
-            return cls(encoder_length=encoder_length, decoder_length=length, **described)
+            return replace(model, encoder_length=number("encoder_seq_length") if t5 else 0, decoder_length=length)
         hidden = number("hidden_size")
         heads = number("num_attention_heads")
         gated = _given(arguments, "swiglu")
@@ -158,6 +175,16 @@ class Architecture:
             position_rows=number("max_position_embeddings"),
             norm="rms" if arguments.get("normalization") == "rmsnorm" else "layer",
         )
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Whether a value from JSON can be a part's."""
+    if kind in (bool, str):
+        return isinstance(value, kind)
+    if kind is int:
+        return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MOST
+    numbers = value if isinstance(value, list) and kind is not float else [value]
+    return all(isinstance(each, (int, float)) and not isinstance(each, bool) and 0 <= each <= MOST for each in numbers)
 
 
 @dataclass(frozen=True)
@@ -443,6 +470,28 @@ def padded(vocabulary: int, multiple: int, tensor: int = 1) -> int:
     """Rows of the embedding as Megatron pads it: a multiple of `multiple` on every tensor-parallel rank."""
     step = multiple * tensor
     return -(-vocabulary // step) * step
+
+
+# Transformers' kinds of models of which every part is trained by the native engine, and compared with Transformers.
+TRAINED_KINDS = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "gpt_neox", "t5", "mt5")
+
+
+def beyond_parts(a: Architecture) -> str:
+    """Why the native engine cannot compute this model at these lengths; "" if it can."""
+    if a.kind and a.kind not in TRAINED_KINDS:
+        return f"the native engine does not train models of the type '{a.kind}', but of: {' '.join(TRAINED_KINDS)}"
+    lacks = {
+        "norms of each block's output": a.post_norms,
+        "an attention that is merged with the encoder's": a.merged_attention,
+        "one norm for attention and feed-forward": a.one_norm,
+        "vectors besides its table of words": a.special_words > 0,
+        f"a sliding window of {a.window} tokens": 0 < a.window < a.length(bool(a.decoder_layers)),
+        f"{a.heads} heads in {a.kv_heads} groups": a.heads % a.kv_heads > 0,
+    }
+    for part, is_so in lacks.items():
+        if is_so:
+            return f"it has {part}, which the native engine does not compute"
+    return ""
 
 
 def beyond_native(

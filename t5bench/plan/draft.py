@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from t5bench import Problem
+from t5bench.costmodel.job import Architecture
 from t5bench.record.plan import Strategy
 from t5bench.record.settings import BY_NAME, RoleName
 
@@ -50,6 +51,14 @@ class Draft:
     def lack(self, code: str, found: str, remedy: str = "") -> None:
         """The machine lacks something: a dry run reports it and continues."""
         self.obstacles.append(Problem(found, remedy, code, fatal=False))
+
+    @property
+    def model(self) -> Architecture | None:
+        """What MODEL describes, with the run's lengths; None where the settings have the sizes."""
+        if not self.values["MODEL"]:
+            return None
+        sizes = {name.lower(): value for name, value in self.values.items()}
+        return Architecture.of_arguments(sizes | {"model_description": self.values["MODEL"]}, 0)
 
     @property
     def is_refused(self) -> bool:

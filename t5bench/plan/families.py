@@ -68,6 +68,8 @@ def check_family(draft: Draft) -> None:
         remedy = f"Set MODEL_FAMILY={strategy.families[0]}, or use run_megatron_t5_hybrid.sh"
         draft.refuse("strategy-family", found, remedy)
     engine = draft.value("ENGINE")
+    if draft.value("MODEL") and engine != "native":
+        draft.refuse("strategy-engine", f"MODEL needs ENGINE=native, but ENGINE is {engine}", "Set ENGINE=native")
     if engine not in strategy.engines:
         found = f"{strategy.name} needs ENGINE={strategy.engines[0]}, but ENGINE is {engine}"
         draft.refuse("strategy-engine", found, f"Unset ENGINE, or set ENGINE={strategy.engines[0]}")

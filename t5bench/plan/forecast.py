@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 from t5bench.corpus.index import read_record
-from t5bench.costmodel.job import Job, padded
+from t5bench.costmodel.job import Architecture, Job, padded
 from t5bench.costmodel.machine import GIB, Device, device_of
 from t5bench.costmodel.parameters import parameters
 from t5bench.costmodel.prediction import Prediction, machine_of
@@ -17,6 +17,8 @@ GIGABITS = 10.0
 
 def padded_vocabulary(plan: Plan) -> int:
     """The padded size of the vocabulary: from the data's tokenizer if known, otherwise the family's default."""
+    if plan.value("MODEL", ""):
+        return Architecture.of_arguments(plan.named_arguments, 0).padded_vocabulary
     words = read_record(Path(plan.data_prefix)).get("vocabulary") or FAMILIES[plan.value("MODEL_FAMILY")].vocabulary
     return padded(int(words), plan.number("VOCABULARY_MULTIPLE"))
 

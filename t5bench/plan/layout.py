@@ -51,7 +51,7 @@ def choose_device(draft: Draft, inventory: GpuInventory) -> str:
     if device == "cpu" and inventory.fault:
         problem = f"the GPUs of this node cannot be listed: {inventory.fault}"
         draft.lack("gpu-tool", problem, "Repair what it names, or set DEVICE=cpu to train on the CPU")
-    elif device == "cpu" and draft.value("MODEL_PRESET") == "large":
+    elif device == "cpu" and draft.value("MODEL_PRESET") == "large" and not draft.model:
         problem = "there is no GPU here, and MODEL_PRESET=large takes minutes for one iteration on a CPU"
         draft.lack("large-on-cpu", problem, "Set MODEL_PRESET=tiny for a first try, or DEVICE=cpu if you mean it")
     return device
@@ -145,6 +145,8 @@ def _decoder_stage(draft: Draft, parts: int) -> int:
     if draft.value("ENGINE") != "native":
         return parts // 2
     family = family_of(draft)
+    if draft.model:
+        return balanced_split(draft.model, parts)
     sizes = {name.lower(): draft.value(name) for name in family.stacks + family.lengths}
     sizes |= {
         "hidden_size": draft.value("HIDDEN_SIZE"),
@@ -160,12 +162,16 @@ def _check_sizes(draft: Draft, tp: int, pp: int, parts: int) -> None:
     stacks = family_of(draft).stacks
     hidden = draft.number("HIDDEN_SIZE")
     heads = draft.number("NUM_ATTENTION_HEADS")
-    if hidden % heads:
+    groups = draft.model.kv_heads if draft.model else heads
+    if groups % tp and tp % groups:
+        found = f"{groups} groups of heads do not divide over the tensor-parallel size {tp}, nor it over them"
+        refuse("tensor-size", found)
+    if hidden % heads and not draft.model:
         refuse("model-size", f"HIDDEN_SIZE={hidden} is not divisible by NUM_ATTENTION_HEADS={heads}")
     for name in ("NUM_ATTENTION_HEADS", "FFN_HIDDEN_SIZE"):
         if draft.number(name) % tp:
             refuse("tensor-size", f"{name}={draft.number(name)} is not divisible by the tensor-parallel size {tp}")
-    if draft.number("VOCABULARY_MULTIPLE") % tp:
+    if draft.number("VOCABULARY_MULTIPLE") % tp and not draft.model:
         refuse("tensor-size", f"the tensor-parallel size must divide VOCABULARY_MULTIPLE, found {tp}")
     layers = sum(draft.number(name) for name in stacks)
     if draft.value("ENGINE") == "native":

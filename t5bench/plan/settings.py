@@ -33,7 +33,7 @@ HELP_GROUPS: Mapping[str, Sequence[str]] = {
         *("FSDP_KEEP_PARAMETERS", "FSDP_SHARD_SIZE", "RECOMPUTE", "FLASH_ATTENTION"),
     ),
     "What it trains": (
-        *("MODEL_FAMILY", "MODEL_PRESET", "GLOBAL_BATCH_SIZE", "MICRO_BATCH_SIZE", "PRECISION_FLAG"),
+        *("MODEL", "MODEL_FAMILY", "MODEL_PRESET", "GLOBAL_BATCH_SIZE", "MICRO_BATCH_SIZE", "PRECISION_FLAG"),
         *("TRAIN_ITERS", "LR", "LOG_INTERVAL"),
     ),
     "Where it runs, and what it leaves there": (

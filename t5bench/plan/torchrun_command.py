@@ -63,6 +63,8 @@ def setting_arguments(draft: Draft) -> list[str]:
         if declaration.argument == "=" and value:
             words.append(value)
         for argument in declaration.arguments:
+            if argument == "--model-description" and not value:
+                continue
             if counts_samples and argument in ("--train-iters", "--lr-warmup-iters"):
                 samples = int(value) * draft.number("GLOBAL_BATCH_SIZE")
                 words += [argument.replace("iters", "samples"), str(samples)]
@@ -83,9 +85,11 @@ def own_arguments(draft: Draft, choices: Choices) -> list[str]:
     layout = choices.layout
     output_dir = Path(value("OUTPUT_DIR"))
     longest = max(draft.number(name) for name in family_of(draft).lengths)
+    model = draft.model
+    head_size = model.head_size if model else draft.number("HIDDEN_SIZE") // draft.number("NUM_ATTENTION_HEADS")
     words = [
-        *("--kv-channels", str(draft.number("HIDDEN_SIZE") // draft.number("NUM_ATTENTION_HEADS"))),
-        *("--max-position-embeddings", str(longest)),
+        *("--kv-channels", str(head_size)),
+        *("--max-position-embeddings", str(model.position_rows if model else longest)),
         # The engine multiplies the vocabulary's multiple by the tensor-parallel size.
         *("--make-vocab-size-divisible-by", str(draft.number("VOCABULARY_MULTIPLE") // layout.tp)),
         *("--data-path", choices.data_prefix),

@@ -265,6 +265,7 @@ _OPTIONAL_WHOLE = Integer(1, optional=True)
 
 # fmt: off
 TABLE: Sequence[Declaration] = (
+    Declaration("MODEL", _OPTIONAL_TEXT, "model", "--model-description", "", "The model: a config.json of Transformers, its directory, or a published name such as smollm2-135m (unset: the sizes below). Needs ENGINE=native, and records keep it as a description of its parts"),
     Declaration("MODEL_FAMILY", OneOf(tuple(sorted(MODEL_FAMILIES))), "model", "", DEFAULT_FAMILY, "Model family: t5 or gpt (docs/gpt.md has GPT's settings)"),
     Declaration("MODEL_PRESET", OneOf(("tiny", "small", "base", "large")), "layout", "", DEFAULT_PRESET, "Model size: tiny, small, base or large"),
 
