@@ -154,7 +154,7 @@ class SelfAttention(Attention):
         self.is_grouped = model.kv_heads < model.heads
         bias = model.biases or model.query_biases
         if self.is_grouped:  # apart, since ranks may have to hold copies of keys and values
-            copies = copies_of_keys(model, tp.size)
+            copies = model.copies_of_keys(tp.size)
             self.query = ColumnLinear(model.hidden, model.query, tp, bias=bias)
             self.key_value = ColumnLinear(model.hidden, 2 * model.key, tp, blocks=2, copies=copies, bias=bias)
         else:
@@ -183,12 +183,6 @@ class SelfAttention(Attention):
         query, key_value = column_outputs(x, self.query, self.key_value)
         key, value = key_value.unflatten(-1, (2, -1, self.head_size)).unbind(2)
         return query.unflatten(-1, (-1, self.head_size)), key, value
-
-
-def copies_of_keys(model: Architecture, tensor: int) -> int:
-    """How many of the tensor-parallel ranks hold the same keys and values: several if there are fewer groups than
-    ranks."""
-    return max(1, tensor // model.kv_heads)
 
 
 class CrossAttention(Attention):

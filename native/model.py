@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from native.gpt import GPT
-from native.layers import copies_of_keys
 from native.parallel import Axis, Mesh, Tied
 from native.t5 import T5
 from native.tensor_parallel import Slice
@@ -69,7 +68,7 @@ def mesh_of(args: Namespace) -> Mesh:
         args.device,
         args.seed,
         divides_sequence=args.sequence_parallel,
-        copies_of_keys=copies_of_keys(architecture_of(args), args.tp),
+        copies_of_keys=architecture_of(args).copies_of_keys(args.tp),
     )
 
 

@@ -12,4 +12,5 @@ STRATEGY_TP=2
 STRATEGY_PP=2
 STRATEGY_DS_CONFIG=megatron_zero1.json
 STRATEGY_FAMILIES="gpt"
+STRATEGY_ENGINES="megatron"
 run_strategy "$@"

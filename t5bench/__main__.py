@@ -10,6 +10,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from io import TextIOWrapper
+from pathlib import Path
 from typing import NoReturn
 
 from t5bench import EXIT_CONFIGURATION, Problem, discard, note
@@ -203,7 +204,7 @@ if __name__ == "__main__":
         from t5bench.plan.described_model import with_model
 
         try:
-            os.environ.update(with_model(os.environ, os.getcwd()))
+            os.environ.update(with_model(os.environ, str(Path.cwd())))
         except Problem as problem:
             note(problem.report)
             sys.exit(EXIT_CONFIGURATION)

@@ -56,8 +56,9 @@ def _of_layers(job: Job, stage: int) -> list[tuple[int, bool]]:
         sizes = by_part["decoder" if is_decoder else "encoder"]
         are_weights = [len(shape) == 2 for shape in layer_shapes(a, job.parallel.tensor, is_decoder)]
         layers = len(sizes) // len(are_weights)
-        rest = len(sizes) - layers * len(are_weights)
-        found += list(zip(sizes, [*layers * are_weights, *rest * [False]], strict=True))
+        before = 1 if layers and a.positions == "relative" else 0  # the table of positions
+        rest = len(sizes) - before - layers * len(are_weights)
+        found += list(zip(sizes, [*before * [False], *layers * are_weights, *rest * [False]], strict=True))
     return found[::-1]
 
 
@@ -109,7 +110,7 @@ def weights_and_vectors(job: Job, stage: int) -> tuple[int, int]:
     whole = sum(sum(sizes) for sizes in by_part.values())
     vectors = sum(size for size in by_part["head"] if size == a.padded_vocabulary // tensor)
     for name in ("encoder", "decoder"):
-        layers = by_part[name]
+        layers = by_part[name][1 if a.positions == "relative" else 0 :]  # without the table of positions
         shapes = layer_shapes(a, tensor, name == "decoder")
         count = len(layers) // len(shapes)
         vectors += count * sum(shape[0] for shape in shapes if len(shape) == 1)

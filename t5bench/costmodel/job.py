@@ -67,11 +67,20 @@ class Architecture:
         object.__setattr__(self, "kv_heads", self.kv_heads or self.heads)
         longest = max(self.encoder_length, self.decoder_length)
         object.__setattr__(self, "position_rows", self.position_rows or longest)
-        object.__setattr__(self, "rotary_scaling", tuple(self.rotary_scaling))
 
     @property
     def layers(self) -> int:
         return self.encoder_layers + self.decoder_layers
+
+    @property
+    def keys_apart(self) -> bool:
+        """Whether grouped heads have their queries' weight apart from their keys' and values', as in native/."""
+        return self.kind != "" and self.kv_heads < self.heads
+
+    def copies_of_keys(self, tensor: int) -> int:
+        """How many tensor-parallel ranks hold the same keys and values: several if there are fewer groups than
+        ranks."""
+        return max(1, tensor // self.kv_heads)
 
     @property
     def cross_attention(self) -> bool:
@@ -128,7 +137,8 @@ class Architecture:
         for name in needed:
             if name not in content:
                 raise ValueError(f"a model's description lacks {name}")
-        return cls(encoder_length=0, decoder_length=0, **content)
+        scaling = tuple(content.get("rotary_scaling", ()))
+        return cls(**{**content, "rotary_scaling": scaling, "encoder_length": 0, "decoder_length": 0})
 
     @classmethod
     def of_arguments(cls, arguments: Mapping[str, Any], padded_vocabulary: int) -> "Architecture":

@@ -64,23 +64,31 @@ def layer_shapes(a: Architecture, tensor: int = 1, decoder: bool = False) -> lis
     """
     h = a.hidden
     query = a.query // tensor
-    keys_and_values = 2 * a.key // tensor
+    keys_and_values = 2 * a.key * a.copies_of_keys(tensor) // tensor
     ffn_inputs = a.ffn * (2 if a.gated else 1) // tensor
-    self_attention = [(query + keys_and_values, h), (h, query)]
+    own = [(query, h), (keys_and_values, h)] if a.keys_apart else [(query + keys_and_values, h)]
     cross_attention = [(query, h), (keys_and_values, h), (h, query)]
     mlp = [(ffn_inputs, h), (h, a.ffn // tensor)]
-    attentions = [self_attention]
+    shapes = _attention(a, own, (h, query))
     if decoder and a.cross_attention and not a.merged_attention:
-        attentions = [self_attention, cross_attention]
-    shapes: list[tuple[int, ...]] = []
-    for weights in attentions:
-        shapes += _block(a, weights)
-        if a.query_key_norms:
-            shapes += 2 * _norm(a, a.head_size)
-        if a.query_biases:
-            shapes.append((query + keys_and_values,))
+        shapes += _attention(a, cross_attention[:2], cross_attention[2])
     ffn = _block(a, mlp)
     return shapes + (ffn[len(_norm(a, a.hidden)) :] if a.one_norm else ffn)
+
+
+def _attention(a: Architecture, projections: list[tuple[int, int]], output: tuple[int, int]) -> list[tuple[int, ...]]:
+    """Its norm, queries, keys and values with the norms of these, and the output."""
+    shapes = _norm(a, a.hidden)
+    for weight in projections:
+        shapes.append(weight)
+        if a.biases or a.query_biases:
+            shapes.append(weight[:1])
+    if a.query_key_norms:
+        shapes += 2 * _norm(a, a.head_size)
+    shapes.append(output)
+    if a.biases:
+        shapes.append(output[:1])
+    return shapes + (_norm(a, a.hidden) if a.post_norms else [])
 
 
 def _block(a: Architecture, weights: list[tuple[int, int]]) -> list[tuple[int, ...]]:
@@ -99,7 +107,12 @@ def _norm(a: Architecture, width: int) -> list[tuple[int, ...]]:
 
 
 def tensors(a: Architecture, parallel: Parallel = WHOLE, stage: int = 0) -> dict[str, list[int]]:
-    """Elements of every parameter of a rank on pipeline stage `stage`, by component.
+    """Elements of every parameter of a rank on pipeline stage `stage`, by component."""
+    return {name: [prod(shape) for shape in of_part] for name, of_part in shapes_of(a, parallel, stage).items()}
+
+
+def shapes_of(a: Architecture, parallel: Parallel = WHOLE, stage: int = 0) -> dict[str, list[Shape]]:
+    """The shape of every parameter of a rank on pipeline stage `stage`, by component.
 
     BART has two tables of positions with two extra rows, and a norm after each; BERT has two segments and, after its
     last layer, a transform, a pooler and two classes.
@@ -107,17 +120,16 @@ def tensors(a: Architecture, parallel: Parallel = WHOLE, stage: int = 0) -> dict
     part = stage_of(a, parallel, stage)
     last = parallel.chunks - 1
     begin = parallel.decoder_stage if a.cross_attention and last else 0
-    shapes: dict[str, list[Shape]] = {
+    return {
         "embedding": part.embeddings * _embedding(a, parallel),
         "encoder": _stack(a, parallel, part.encoder_layers, is_decoder=False, ends=part.encoder_end),
         "decoder": _stack(a, parallel, part.decoder_layers, is_decoder=True, ends=part.head),
         "head": _head(a, parallel, has_embedding=last in (0, begin)) if part.head else [],
     }
-    return {name: [prod(shape) for shape in shapes_of_part] for name, shapes_of_part in shapes.items()}
 
 
 def _words(a: Architecture, parallel: Parallel) -> Shape:
-    return (a.padded_vocabulary // parallel.tensor, a.hidden)
+    return (-(-a.padded_vocabulary // parallel.tensor), a.hidden)  # of the first ranks, if it does not divide
 
 
 def _positions(a: Architecture) -> list[Shape]:
@@ -140,12 +152,15 @@ def _stack(a: Architecture, parallel: Parallel, layers: int, is_decoder: bool, e
     """ends: the stack's last layer is on this stage."""
     if not layers:
         return []
-    shapes = layers * layer_shapes(a, parallel.tensor, is_decoder)
-    if a.positions == "relative":
-        shapes.append((a.relative_buckets, a.heads))
+    shapes = [*_relative_table(a, parallel.tensor), *layers * layer_shapes(a, parallel.tensor, is_decoder)]
     if a.final_norm and ends:
         shapes += _norm(a, a.hidden)
     return shapes
+
+
+def _relative_table(a: Architecture, tensor: int) -> list[Shape]:
+    """Of a stack; every pipeline stage with some of its layers has a copy."""
+    return [(a.relative_buckets, a.heads // tensor)] if a.positions == "relative" else []
 
 
 def _head(a: Architecture, parallel: Parallel, has_embedding: bool) -> list[Shape]:

@@ -25,7 +25,12 @@ def _neox(layers: int, hidden: int, heads: int) -> Config:
     sizes = {"num_hidden_layers": layers, "hidden_size": hidden, "num_attention_heads": heads}
     numbers = {"rotary_pct": 0.25, "rotary_emb_base": 10000, "layer_norm_eps": 1e-5, "hidden_act": "gelu"}
     rest = {"vocab_size": 50304, "max_position_embeddings": 2048, "use_parallel_residual": True}
-    return {"model_type": "gpt_neox", "intermediate_size": 4 * hidden, "tie_word_embeddings": False} | sizes | numbers | rest
+    return (
+        {"model_type": "gpt_neox", "intermediate_size": 4 * hidden, "tie_word_embeddings": False}
+        | sizes
+        | numbers
+        | rest
+    )
 
 
 def _gpt2(layers: int, hidden: int, heads: int) -> Config:

@@ -16,7 +16,15 @@ from t5bench.costmodel.flops import layer_multiply_adds, multiply_adds
 from t5bench.costmodel.job import Job, Zero
 from t5bench.costmodel.machine import Device, Link, Machine
 from t5bench.costmodel.parameters import Stage, layer_shapes, parameters, stage_of
-from t5bench.costmodel.traffic import LAST_WEIGHTS, Collective, collectives_of, paths, ring_bytes, steps
+from t5bench.costmodel.traffic import (
+    LAST_WEIGHTS,
+    Collective,
+    collectives_of,
+    layout_of_groups,
+    paths,
+    ring_bytes,
+    steps,
+)
 
 # The shares that element-wise operations reach of a memory's bandwidth, and collectives of a link's data rate: round
 # figures from published benchmarks, not fitted. achievable_rates.py has what matrix products reach of a GPU's peak.
@@ -379,7 +387,7 @@ def _hook_operators(job: Job, part: Stage) -> int:
 
 def collective_seconds(collective: Collective, job: Job, machine: Machine, backend: str = "nccl") -> float:
     """One collective, with all groups of its kind busy at the same time."""
-    size, has_inside, leaving = paths(job.parallel, job.architecture.cross_attention)[collective.group]
+    size, has_inside, leaving = paths(*layout_of_groups(job))[collective.group]
     sent = ring_bytes(collective, size, backend)
     if (collective.kind, size, backend) == ("all-gather", 2, "gloo"):
         sent *= GLOO_PAIR_GATHER

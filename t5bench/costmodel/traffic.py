@@ -13,9 +13,9 @@ from math import ceil, log2, prod
 
 from t5bench import Problem
 from t5bench.costmodel import buckets
-from t5bench.costmodel.job import BYTES, FullySharded, Job, Parallel, padded
+from t5bench.costmodel.job import BYTES, Architecture, FullySharded, Job, Parallel, padded
 from t5bench.costmodel.layout import rank_at
-from t5bench.costmodel.parameters import layer_shapes, parameters, stage_of, tensors
+from t5bench.costmodel.parameters import layer_shapes, parameters, shapes_of, stage_of, tensors
 
 # Measured with torch 2.13's gloo over TCP: besides its data a message costs both ends together this much (two headers
 # of 48 bytes, and packets' headers of 66), and the data cost one TCP/IP header per packet of 64 KiB that the interface
@@ -53,8 +53,8 @@ def collectives_of(job: Job) -> Sequence[Collective]:
         counts: Counter[Collective] = Counter()
         chunks = job.parallel.chunks_of(stage)
         tensor_parallel = (collective for chunk in chunks for collective in _tensor_parallel(job.apart, chunk))
-        undivided = _undivided_gradients(job, stage)  # of all chunks together
-        for collective in (*_data_parallel(job, stage), *tensor_parallel, *undivided, *_pipeline(job, stage)):
+        partial = _partial_gradients(job, stage)  # of all chunks together
+        for collective in (*_data_parallel(job, stage), *tensor_parallel, *partial, *_pipeline(job, stage)):
             if collective.count and collective.bytes:
                 kind = replace(collective, count=0)
                 counts[kind] += collective.count
@@ -146,15 +146,21 @@ def sharded_groups(job: Job, stage: int = 0) -> list[tuple[str, int, int]]:
     part = stage_of(a, job.parallel, stage)
     stacks = (("encoder", part.encoder_layers, False), ("decoder", part.decoder_layers, True))
     groups_of_layers: list[tuple[str, int, int]] = []
-    rest = parameters(a, job.parallel, stage)
+    every_shape = shapes_of(a, job.parallel, stage).values()
+    rest = sum(_with_padded_rows(shape, n) for shapes in every_shape for shape in shapes)
     for name, layers, is_decoder in stacks:
         if not layers:
             continue
         shapes = layer_shapes(a, job.parallel.tensor, is_decoder)
-        rest -= layers * sum(prod(shape) for shape in shapes)
-        padded_elements = sum(ceil(shape[0] / n) * n * prod(shape[1:]) for shape in shapes)
+        padded_elements = sum(_with_padded_rows(shape, n) for shape in shapes)
+        rest -= layers * padded_elements
         groups_of_layers.append((f"{name} layers", layers, padded_elements))
     return [*groups_of_layers, ("embedding and rest", 1, rest)]
+
+
+def _with_padded_rows(shape: Sequence[int], ranks: int) -> int:
+    """Elements of a tensor whose rows are divided evenly among ranks."""
+    return ceil(shape[0] / ranks) * ranks * prod(shape[1:])
 
 
 def _fully_sharded(job: Job, stage: int, how: FullySharded) -> Iterator[Collective]:
@@ -341,19 +347,44 @@ def _divided_activations(job: Job, stage: int) -> Iterator[Collective]:
         yield collective("head", "reduce-scatter", 1, a.output_length, "each backward")
 
 
-def _undivided_gradients(job: Job, stage: int) -> Iterator[Collective]:
-    """The native engine's sequence parallelism sums the gradients of what each rank applied to its own tokens.
+def _partial_gradients(job: Job, stage: int) -> Iterator[Collective]:
+    """What the native engine's tensor-parallel ranks have terms of (sum_partial_gradients).
 
-    A rank has divided / t + undivided parameters, all ranks together divided + undivided ones.
+    With sequence parallelism the gradients of what each rank applied to its own tokens: of all that is not divided.
+    Without it those of norms that each rank applied to its own heads. And those of keys and values that several ranks
+    hold.
     """
     t = job.parallel.tensor
-    if t == 1 or job.engine != "native" or not job.parallel.sequence_parallel:
+    if t == 1 or job.engine != "native":
         return
     a = job.architecture
-    of_a_rank = parameters(a, job.parallel, stage)
-    of_all_ranks = parameters(a, replace(job.parallel, tensor=1), stage)
-    undivided = (t * of_a_rank - of_all_ranks) // (t - 1)
+    part = stage_of(a, job.parallel, stage)
+    layers = part.encoder_layers + part.decoder_layers
+    shards = job.parallel.states_over if job.fully_sharded else 1  # each rank sums what it has of these
+    undivided = 2 * layers * ceil(a.head_size / shards) if a.query_key_norms else 0
+    if job.parallel.sequence_parallel:
+        undivided = sum(_undivided(job, stage))
     yield Collective("gradients of undivided parameters", "tensor", "all-reduce", 1, 4 * undivided, "after backward")
+    if a.copies_of_keys(t) > 1:
+        columns = a.hidden + (1 if a.biases or a.query_biases else 0)
+        size = 4 * layers * columns * ceil(2 * a.head_size / shards)
+        yield Collective("gradients of keys and values", "keys", "all-reduce", 1, size, "after backward")
+
+
+def _undivided(job: Job, stage: int) -> Iterator[int]:
+    """Elements of the parameters of a stage that every tensor-parallel rank has as a whole."""
+    a = job.architecture
+    by_part = tensors(a, job.parallel, stage)
+    part = stage_of(a, job.parallel, stage)
+    norm = a.hidden * (2 if a.norm == "layer" else 1)
+    bias = a.hidden if a.biases else 0  # of a block's last linear layer
+    stacks = ((part.encoder_layers, False, part.encoder_end), (part.decoder_layers, True, part.head))
+    for layers, is_decoder, ends in stacks:
+        blocks = 1 + len(a.attended(is_decoder))
+        yield layers * (blocks * (norm + bias) + (2 * a.head_size if a.query_key_norms else 0))
+        if layers and ends and a.final_norm:
+            yield norm
+    yield part.embeddings * sum(by_part["embedding"][1 : len(by_part["embedding"]) // max(1, part.embeddings)])
 
 
 def _pipeline(job: Job, stage: int) -> Iterator[Collective]:
@@ -391,17 +422,56 @@ def _stages(job: Job, stage: int) -> Iterator[Collective]:
     if a.tied and (part.embedding or part.head):
         # In fp32; DeepSpeed's pipeline engine reduces the parameter's own gradient (runtime/pipe/engine.py).
         width = job.element if parallel.deepspeed else 4
-        word = a.padded_vocabulary // parallel.tensor * a.hidden * width
+        word = -(-a.padded_vocabulary // parallel.tensor) * a.hidden * width
         yield Collective("tied embedding", "embedding", "all-reduce", 1, word, "after backward")
-    if a.cross_attention and a.positions == "learned" and part.embedding and parallel.decoder_stage % parallel.pipeline:
+    if not (a.cross_attention and parallel.decoder_stage % parallel.pipeline):
+        apart = False  # both stacks begin on the same stage
+    else:
+        apart = part.embedding
+    if apart and a.positions == "learned":
         yield Collective("positions", "position", "all-reduce", 1, a.position_rows * a.hidden * 4, "after backward")
+    if apart and not a.tied:
+        word = -(-a.padded_vocabulary // parallel.tensor) * a.hidden * 4
+        yield Collective("embedding", "position", "all-reduce", 1, word, "after backward")
+    if _relative(a):
+        table = 4 * a.relative_buckets * a.heads // parallel.tensor
+        for stack, layers in (("encoder", part.encoder_layers), ("decoder", part.decoder_layers)):
+            stages = _stages_of(stack, parallel)
+            if layers and len(stages) > 1:
+                yield Collective("relative positions", f"{stack} stages", "all-reduce", 1, table, "after backward")
 
 
-def groups(parallel: Parallel, encoder_decoder: bool = True) -> dict[str, list[tuple[int, ...]]]:
+def _stages_of(stack: str, parallel: Parallel) -> list[int]:
+    """The pipeline stages that have layers of an encoder-decoder's stack."""
+    chunks = range(parallel.decoder_stage) if stack == "encoder" else range(parallel.decoder_stage, parallel.chunks)
+    return sorted({chunk % parallel.pipeline for chunk in chunks})
+
+
+def groups_of(job: Job) -> dict[str, list[tuple[int, ...]]]:
+    """The process groups of a job."""
+    return groups(*layout_of_groups(job))
+
+
+def layout_of_groups(job: Job) -> tuple[Parallel, bool, bool, int]:
+    """What groups() must know of a job."""
+    a = job.architecture
+    return job.parallel, a.cross_attention, _relative(a), a.copies_of_keys(job.parallel.tensor)
+
+
+def _relative(a: Architecture) -> bool:
+    """Whether the pipeline stages of a stack have copies of a table of relative positions."""
+    return a.cross_attention and a.positions == "relative"
+
+
+def groups(
+    parallel: Parallel, encoder_decoder: bool = True, relative: bool = False, copies_of_keys: int = 1
+) -> dict[str, list[tuple[int, ...]]]:
     """Every process group by its kind, each with its ranks in order, in Megatron's numbering.
 
     "embedding": the stages that hold the tied word embedding. "position": those that hold the positions' table, which
-    in an encoder-decoder are the first of each stack (Megatron-DeepSpeed, megatron/core/parallel_state.py).
+    in an encoder-decoder are the first of each stack (Megatron-DeepSpeed, megatron/core/parallel_state.py). relative:
+    an encoder's stages have copies of a table of positions, and a decoder's. copies_of_keys: tensor-parallel ranks
+    that hold the same keys and values.
     Raises Problem where there are more ranks than can be listed one by one.
     """
     t = parallel.tensor
@@ -428,6 +498,13 @@ def groups(parallel: Parallel, encoder_decoder: bool = True) -> dict[str, list[t
         size = parallel.shards
         copies["shard"] = [members[at : at + size] for members in data for at in range(0, d, size)]
         copies["replica"] = [members[at::size] for members in data for at in range(size)]
+    if relative and last:
+        for stack in ("encoder", "decoder"):
+            with_layers = _stages_of(stack, parallel)
+            copies[f"{stack} stages"] = [tuple(members[stage] for stage in with_layers) for members in pipelines]
+    if copies_of_keys > 1:
+        size = copies_of_keys
+        copies["keys"] = [members[at : at + size] for members in tensor for at in range(0, t, size)]
     return {
         "tensor": tensor,
         "data": data,
@@ -484,7 +561,7 @@ def node_bytes(job: Job, collectives: Sequence[Collective], backend: str) -> lis
     per_node = parallel.devices_per_node
     ranks_of_stage = parallel.tensor * parallel.data
     nodes = [0.0] * ceil(parallel.world / per_node)
-    members_by_group = groups(parallel, job.architecture.cross_attention)
+    members_by_group = groups_of(job)
     for collective in collectives:
         groups_of_kind = members_by_group[collective.group]
         size = len(groups_of_kind[0])
@@ -493,7 +570,7 @@ def node_bytes(job: Job, collectives: Sequence[Collective], backend: str) -> lis
         if backend == "gloo":
             data *= 1 + HEADERS
             headers = MESSAGE / 2 * _gloo_messages(collective, size)
-        is_of_every_stage = collective.group in ("model", "embedding", "position")
+        is_of_every_stage = collective.group in ("model", "embedding", "position", "encoder stages", "decoder stages")
         for members in groups_of_kind:
             # From the last stage to the first goes what has another chunk of layers before it.
             is_ring = collective.kind in ("send", "send back") and parallel.virtual_stages > 1
@@ -513,13 +590,15 @@ def _gloo_messages(collective: Collective, size: int) -> float:
 
 
 @lru_cache(maxsize=4096)
-def paths(parallel: Parallel, encoder_decoder: bool) -> Mapping[str, tuple[int, bool, int]]:
+def paths(
+    parallel: Parallel, encoder_decoder: bool, relative: bool = False, copies_of_keys: int = 1
+) -> Mapping[str, tuple[int, bool, int]]:
     """A kind of group: its size, whether neighbours share a node, and how many of its rings leave the busiest node.
 
     What pipelines send goes one way at a time.
     """
     found: dict[str, tuple[int, bool, int]] = {}
-    for kind, members_of_groups in groups(parallel, encoder_decoder).items():
+    for kind, members_of_groups in groups(parallel, encoder_decoder, relative, copies_of_keys).items():
         way = "send" if kind == "pipeline" else "all-reduce"
         inside = 0
         leaving: Counter[int] = Counter()  # rings by the node that they leave

@@ -492,7 +492,8 @@ def _model(run: Run, runs: Sequence[Run]) -> str:
 
 
 def _model_name(run: Run) -> str:
-    return f"{run.architecture.family.upper()} {run.plan.value('MODEL_PRESET')}"
+    kind = run.architecture.kind  # of a model that a config.json describes
+    return kind or f"{run.architecture.family.upper()} {run.plan.value('MODEL_PRESET')}"
 
 
 def _lengths(run: Run) -> str:

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from described import arguments_of, batch_of
+from support import REPO_ROOT
 
 from native.data_parallel import TorchTrainer
 from native.model import mesh_of
 from native.trainers import make_trainer
-from support import REPO_ROOT
 
 Curve = list[tuple[float, float]]
 """A loss and a gradient norm for each step."""

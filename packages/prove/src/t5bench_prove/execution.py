@@ -23,6 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from native.model import mesh_of
 from native.parallel import Mesh
 from native.pipeline_parallel import Messages
 from native.trainers import PipelineTrainer, TorchTrainer, ZeroTrainer
@@ -95,14 +96,7 @@ def execute(job: Job, rank: int, watch: Watch | None = None) -> Execution:
         raise Problem(f"rank {rank} is not one of {job.parallel.world}", "Choose a rank that exists")
     with joined(job, rank):
         arguments = native_arguments(job, rank)
-        mesh = Mesh.build(
-            arguments.pp,
-            arguments.dp,
-            arguments.tp,
-            arguments.device,
-            arguments.seed,
-            divides_sequence=job.parallel.sequence_parallel,
-        )
+        mesh = mesh_of(arguments)
         tracker = TotalMemory()
         collectives = Collectives()
         following = watch.following() if watch else contextlib.nullcontext()
@@ -212,6 +206,7 @@ def native_arguments(job: Job, rank: int) -> Namespace:
     a = job.architecture
     parallel = job.parallel
     return Namespace(
+        model_description=a.description() if a.kind else None, sequence_parallel=parallel.sequence_parallel,
         family=a.family, recompute_granularity=None, num_layers=a.encoder_layers or a.decoder_layers,
         encoder_num_layers=a.encoder_layers, decoder_num_layers=a.decoder_layers, hidden_size=a.hidden,
         num_attention_heads=a.heads, kv_channels=a.head_size, ffn_hidden_size=a.ffn,
@@ -369,7 +364,7 @@ def predicted(job: Job, rank: int) -> Counter[Collective]:
     parallel = job.parallel
     stage = rank // (parallel.tensor * parallel.data)
     step = parallel.tensor * parallel.data  # to the same rank of the next stage
-    groups = traffic.groups(parallel, job.architecture.cross_attention)
+    groups = traffic.groups_of(job)
     found: Counter[Collective] = Counter()
     for row in traffic.collectives_of(job):
         if row.kind in ("send", "send back"):

@@ -25,6 +25,7 @@ from t5bench.costmodel.layout import coordinates
 DATA = "data"
 TENSOR = "tensor"
 PIPELINE = "pipeline"
+KEYS = "keys"  # the tensor-parallel ranks that hold the same keys and values
 SHARD = "shard"
 REPLICA = "replica"
 REDUCES_IN_PLACE = {"allreduce_": "all-reduce", "allreduce_coalesced_": "all-reduce", "reduce_": "reduce"}
@@ -110,6 +111,8 @@ class Axes:
     data: int
     shards: int = 0
     """FSDP2: how many ranks share one copy of the states; 0 if all do."""
+    copies_of_keys: int = 1
+    """How many tensor-parallel ranks hold the same keys and values."""
 
     def name(self, ranks: Sequence[int]) -> str:
         """The axis that a group goes along; "" for another set of ranks."""
@@ -119,6 +122,8 @@ class Axes:
             return ""
         if moving[2] == self.tensor and self.tensor > 1:
             return TENSOR
+        if moving[2] == self.copies_of_keys and self.copies_of_keys > 1:
+            return KEYS
         if moving[0] > 1:
             return PIPELINE
         if moving[1] == self.data:
@@ -133,6 +138,8 @@ class Axes:
 
     def settled_by(self, axis: str) -> frozenset[str]:
         """The axes along which values are equal after a reduction along this one."""
+        if axis == KEYS:
+            return frozenset({TENSOR})
         return frozenset({SHARD, REPLICA}) if axis == DATA and self.shards else frozenset({axis} - {""})
 
     @property

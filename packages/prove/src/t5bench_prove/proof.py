@@ -16,11 +16,13 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from native.data_parallel import TorchTrainer
 from t5bench.costmodel import traffic
 from t5bench.costmodel.job import Job
-from t5bench_prove.origins import DATA, PIPELINE, TENSOR, Axes, Origin, Origins, Reduction, members
+from t5bench_prove.origins import DATA, KEYS, PIPELINE, TENSOR, Axes, Origin, Origins, Reduction, members
 
 WORDS = ("word_embeddings.weight", "word_embeddings_for_head.weight")
 POSITIONS = ("position_embeddings.weight",)
 MOST_FACTOR_ERROR = 1e-3
+RELATIVE_POSITIONS = "relative_positions.weight"
+KEYS_AND_VALUES = "self_attention.key_value."
 
 
 @dataclass(frozen=True)
@@ -55,13 +57,15 @@ class Watch:
 
     def __post_init__(self) -> None:
         parallel = self.job.parallel
-        axes = Axes(self.rank, parallel.tensor, parallel.data, parallel.shards)
+        copies_of_keys = self.job.architecture.copies_of_keys(parallel.tensor)
+        axes = Axes(self.rank, parallel.tensor, parallel.data, parallel.shards, copies_of_keys)
         received = set(axes.of_data) if parallel.data > 1 else set()
         if parallel.sequence_parallel and parallel.tensor > 1:
             received.add(TENSOR)
         self.origins = Origins(axes, received=Origin(frozenset(received)))
-        groups = traffic.groups(parallel, self.job.architecture.cross_attention)
-        self.holders = {kind: self.own(groups[kind]) for kind in ("embedding", "position")}
+        groups = traffic.groups_of(self.job)
+        of_stages = ("embedding", "position", "encoder stages", "decoder stages")
+        self.holders = {kind: self.own(groups[kind]) for kind in of_stages if kind in groups}
         """The ranks of all stages that have a copy of the words' and of the positions' table."""
 
     @contextlib.contextmanager
@@ -155,6 +159,8 @@ class Watch:
             yield DATA
         if parallel.tensor > 1 and not self.is_divided[name]:
             yield TENSOR
+        if KEYS_AND_VALUES in name and self.origins.axes.copies_of_keys > 1:
+            yield KEYS
         if len(self.tied_over(name)) > 1:
             yield PIPELINE
 
@@ -162,8 +168,13 @@ class Watch:
         """The ranks of the stages that have a copy of a parameter; () if no other has."""
         if self.job.parallel.pipeline == 1:
             return ()
+        a = self.job.architecture
         if name.endswith(WORDS):
-            return self.holders["embedding"]
+            if a.tied:
+                return self.holders["embedding"]
+            return self.holders["position"] if a.cross_attention else ()
+        if name.endswith(RELATIVE_POSITIONS):
+            return self.holders["encoder stages" if ".encoder." in name else "decoder stages"]
         return self.holders["position"] if name.endswith(POSITIONS) else ()
 
     def end(self) -> None:
@@ -202,6 +213,8 @@ class Watch:
         if axis == TENSOR:
             return
         along = {reduction.axis for reduction in done}
+        if axis == KEYS and not along & {KEYS, TENSOR}:  # these are the same ranks if there is one group of heads
+            self.found(f"{name}: {MISSING[KEYS]}")
         if axis == DATA and not (DATA in along or self.origins.axes.of_data <= along):
             self.found(f"{name}: {MISSING[DATA]}")
         if axis == PIPELINE:
@@ -224,6 +237,7 @@ RANKS_ALONG = {
 MISSING = {
     DATA: "its gradient is not summed over the data-parallel replicas",
     TENSOR: "tensor-parallel ranks share it, and get different gradients",
+    KEYS: "its gradient is not summed over the tensor-parallel ranks that hold the same keys and values",
     PIPELINE: "its gradient is not summed over the stages that have a copy",
 }
 

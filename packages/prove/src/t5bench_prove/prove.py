@@ -17,7 +17,7 @@ from t5bench import Problem
 from t5bench.arguments import at_least
 from t5bench.choose.predict import planned
 from t5bench.choose.support import ADDITIONS, MACHINE, Addition
-from t5bench.costmodel.job import Architecture, Job
+from t5bench.costmodel.job import Job
 from t5bench.imports import import_deepspeed
 from t5bench.plan.launchers import all_declarations, declared
 from t5bench.plan.planner import plan
@@ -94,7 +94,8 @@ def small(job: Job) -> Job:
     """The same layout of a model that takes seconds, since groups and sums do not depend on sizes."""
     a = job.architecture
     depth = max(2, job.parallel.chunks)
-    architecture = Architecture(
+    architecture = replace(
+        a,
         encoder_layers=depth if a.encoder_layers else 0,
         decoder_layers=depth if a.decoder_layers else 0,
         hidden=64,
@@ -104,8 +105,9 @@ def small(job: Job) -> Job:
         encoder_length=32 if a.encoder_layers else 0,
         decoder_length=32,
         padded_vocabulary=VOCABULARY,
-        family=a.family,
-        head_bias=a.head_bias,
+        kv_heads=2 if a.keys_apart else 8,
+        position_rows=32,
+        rotary_columns=0,
     )
     return replace(job, architecture=architecture, micro_batch=1)
 
