@@ -5,6 +5,7 @@ model, wherever the file is.
 """
 
 import json
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -16,15 +17,27 @@ from t5bench.costmodel.job import Architecture, beyond_parts
 from t5bench.costmodel.published import PUBLISHED
 from t5bench.costmodel.transformers_config import architecture_of
 from t5bench.given_files import read_text
-from t5bench.record.settings import DEFAULT_PRESET, MODEL_FAMILIES
+from t5bench.record.settings import DEFAULT_PRESET, MODEL_FAMILIES, TABLE, declarations_of
+from t5bench.text import guard_streams
 
 REMEDY = "Give a config.json of Transformers, a directory that has one, or a published model's name"
 MOST_BYTES = 1 << 20
-# The settings that follow from MODEL alone.
-SIZES = (
-    *("MODEL_FAMILY", "HIDDEN_SIZE", "NUM_ATTENTION_HEADS", "FFN_HIDDEN_SIZE"),
-    *("NUM_LAYERS", "ENCODER_NUM_LAYERS", "DECODER_NUM_LAYERS"),
-)
+# Of the settings that are sizes, by the engine's argument for each, the description's name for it.
+PARTS = {
+    "--hidden-size": "hidden",
+    "--num-attention-heads": "heads",
+    "--ffn-hidden-size": "ffn",
+    "--num-layers": "decoder_layers",
+    "--encoder-num-layers": "encoder_layers",
+    "--decoder-num-layers": "decoder_layers",
+    "--seq-length": "decoder_length",
+    "--encoder-seq-length": "encoder_length",
+    "--decoder-seq-length": "decoder_length",
+}
+SIZES = [entry.name for entry in TABLE if entry.argument in PARTS]
+LENGTHS = [name for name in SIZES if name.endswith("SEQ_LENGTH")]
+# What follows from MODEL alone, unlike lengths.
+FOLLOWING = ("MODEL_FAMILY", *(name for name in SIZES if name not in LENGTHS))
 
 
 def described(value: str, directory: str, lengths: Mapping[str, int]) -> Architecture:
@@ -70,9 +83,8 @@ def with_lengths(model: Architecture, content: Mapping[str, Any], given: Mapping
     usual = MODEL_FAMILIES[model.family].presets[DEFAULT_PRESET]
     lengths = {name: given.get(name, usual[name]) for name in usual if name.endswith("SEQ_LENGTH")}
     if model.family == "t5":
-        model = replace(
-            model, encoder_length=lengths["ENCODER_SEQ_LENGTH"], decoder_length=lengths["DECODER_SEQ_LENGTH"]
-        )
+        encoder_length = lengths["ENCODER_SEQ_LENGTH"]
+        model = replace(model, encoder_length=encoder_length, decoder_length=lengths["DECODER_SEQ_LENGTH"])
     else:
         most = int(content.get("max_position_embeddings") or content.get("n_positions") or 0)
         if model.positions == "learned":
@@ -89,17 +101,8 @@ def with_lengths(model: Architecture, content: Mapping[str, Any], given: Mapping
 
 def sizes_of(model: Architecture) -> dict[str, str]:
     """The settings that have the model's sizes."""
-    sizes: dict[str, int] = {
-        "HIDDEN_SIZE": model.hidden,
-        "NUM_ATTENTION_HEADS": model.heads,
-        "FFN_HIDDEN_SIZE": model.ffn,
-    }
-    if model.family == "t5":
-        sizes |= {"ENCODER_NUM_LAYERS": model.encoder_layers, "DECODER_NUM_LAYERS": model.decoder_layers}
-        sizes |= {"ENCODER_SEQ_LENGTH": model.encoder_length, "DECODER_SEQ_LENGTH": model.decoder_length}
-    else:
-        sizes |= {"NUM_LAYERS": model.decoder_layers, "SEQ_LENGTH": model.decoder_length}
-    return {name: str(size) for name, size in sizes.items()}
+    own = [entry for entry in declarations_of(model.family) if entry.argument in PARTS]
+    return {entry.name: str(getattr(model, PARTS[entry.argument])) for entry in own}
 
 
 def with_model(environ: Mapping[str, str], directory: str) -> dict[str, str]:
@@ -111,22 +114,20 @@ def with_model(environ: Mapping[str, str], directory: str) -> dict[str, str]:
     if not environ.get("MODEL"):
         return settings
     lengths = {}
-    for name in ("ENCODER_SEQ_LENGTH", "DECODER_SEQ_LENGTH", "SEQ_LENGTH"):
+    for name in LENGTHS:
         if environ.get(name, "").isdecimal():
             lengths[name] = int(environ[name])
     model = described(environ["MODEL"], directory, lengths)
     follows = {"MODEL_FAMILY": model.family, **sizes_of(model)}
     for name, value in follows.items():
         found = environ.get(name)
-        if found and found != value and name in SIZES:
+        if found and found != value and name in FOLLOWING:
             raise Problem(f"MODEL has {name}={value}, but {name} is {found}", f"Unset {name}, or MODEL")
     return settings | follows | {"MODEL": model.description(), "ENGINE": environ.get("ENGINE") or "native"}
 
 
 def main() -> int:
     """For scripts: the settings of the environment's MODEL as lines NAME=VALUE. sys.argv: the user's directory."""
-    import os
-
     try:
         settings = with_model(os.environ, sys.argv[1])
     except Problem as problem:
@@ -138,4 +139,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    guard_streams()
     sys.exit(main())

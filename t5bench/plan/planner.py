@@ -12,7 +12,7 @@ from typing import Any
 from t5bench import Problem
 from t5bench.costmodel.layout import Layout
 from t5bench.plan import node_checks, topology, torchrun_command
-from t5bench.plan.described_model import SIZES, with_model
+from t5bench.plan.described_model import FOLLOWING, with_model
 from t5bench.plan.draft import Draft
 from t5bench.plan.engine import SERIES, check_engine, check_locks, check_packages, effective_config, offload_device
 from t5bench.plan.engine_arguments import check_arguments
@@ -122,7 +122,7 @@ def begin_draft(environ: Mapping[str, str], strategy: Strategy | str, argv: Sequ
         environ = {name: value for name, value in environ.items() if name != "MODEL"}
     values, defaults = values_from(environ, strategy)
     if values["MODEL"]:  # which says them
-        defaults = defaults | {name: values[name] for name in SIZES if name in values}
+        defaults = defaults | {name: values[name] for name in FOLLOWING if name in values}
     hosts = [without_dot(host) for host in values["HOSTS"].split()]
     if not values["NNODES"]:
         values["NNODES"] = str(len(hosts) or environ.get("SLURM_JOB_NUM_NODES") or 1)

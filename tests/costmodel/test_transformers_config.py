@@ -87,6 +87,8 @@ JOINED = (
     (r"(gate|up)_proj", "gate_up"),
     (r"wi_[01]", "wi"),
 )
+# The same with grouped heads, whose queries are apart.
+JOINED_GROUPS = ((r"self_attn\.[kv]_proj", "self_attn.kv"), *JOINED[1:])
 
 
 def built(config: Sizes) -> Any:
@@ -120,11 +122,11 @@ def test_parameters_and_flops_are_those_of_transformers(name: str):
     config = CONFIGURATIONS[name]
     model = built(config)
     sizes: Counter[str] = Counter()
+    a = architecture_of(model.config.to_dict(), LENGTH)
     for tensor, value in model.named_parameters():
-        for pattern, joined in JOINED:
+        for pattern, joined in JOINED_GROUPS if a.kv_heads < a.heads else JOINED:
             tensor = re.sub(pattern, joined, tensor)
         sizes[tensor] += value.numel()
-    a = architecture_of(model.config.to_dict(), LENGTH)
     own = [size for component in tensors(a).values() for size in component]
     assert sorted(own) == sorted(sizes.values())
     # The angles of rotary positions are a product, too: of head_size / 2 frequencies and the positions.
