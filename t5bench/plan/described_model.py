@@ -133,8 +133,9 @@ def main() -> int:
     except Problem as problem:
         note(problem.report)
         return EXIT_CONFIGURATION
-    for name in ("MODEL", "MODEL_FAMILY", "ENGINE"):
-        print(f"{name}={settings[name]}")
+    for name, value in settings.items():
+        if name not in SIZES and value != os.environ.get(name):
+            print(f"{name}={value}")
     return 0
 
 
