@@ -15,7 +15,8 @@
 # Settings are environment variables; t5bench/record/settings.py declares them. t5bench/plan makes the plan of the run from
 # them, this declaration, the nodes and this machine.
 
-source "${BASH_SOURCE[0]%/*}/common.sh"
+# A declaration is read in many places and needs nothing else.
+[[ ${1:-} == --declaration ]] || source "${BASH_SOURCE[0]%/*}/common.sh"
 
 STRATEGY_COLOUR='' STRATEGY_TP=1 STRATEGY_PP=1 STRATEGY_DS_CONFIG='' STRATEGY_FLAGS='' STRATEGY_FAMILIES='' STRATEGY_ENGINES=''
 

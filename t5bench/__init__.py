@@ -22,6 +22,9 @@ if sys.version_info < OLDEST:
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PACKAGES = REPOSITORY / "packages"
+IS_CHECKOUT = (REPOSITORY / "scripts" / "common.sh").is_file()
+# Where scripts/ and ds_configs/ are: an installed package carries what it reads of them (setup.py).
+FILES = REPOSITORY if IS_CHECKOUT else Path(__file__).with_name("carried")
 # In a checkout, what stands alone beside this package is imported from there, without an installation.
 sys.path[1:1] = [str(source) for source in sorted(PACKAGES.glob("*/src"))]
 from training_comparison.problem import Problem  # noqa: E402, F401 - lies beside this package; imported from here
@@ -29,6 +32,13 @@ from training_comparison.problem import Problem  # noqa: E402, F401 - lies besid
 EXIT_CONFIGURATION = 2  # nothing expensive has started, and nothing was changed
 # USR1 and USR2: SLURM's --signal.
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+
+
+def need_checkout(what: str) -> None:
+    """Raises Problem where this package is installed without its launchers."""
+    if not IS_CHECKOUT:
+        remedy = f"Clone the repository, and run python -m t5bench there: {REPOSITORY} has only the Python packages"
+        raise Problem(f"{what} needs the launchers of a clone", remedy)
 
 
 class Interrupted(SystemExit):

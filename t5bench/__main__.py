@@ -13,7 +13,7 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import NoReturn
 
-from t5bench import EXIT_CONFIGURATION, Problem, discard, note
+from t5bench import EXIT_CONFIGURATION, Problem, discard, need_checkout, note
 from t5bench.command_lines import ARGUMENTS
 from t5bench.packages import imported, missing_packages_named
 
@@ -85,6 +85,7 @@ GROUPS = {
 COMMANDS = {name: command for commands in GROUPS.values() for name, command in commands.items()}
 # Those that take a launcher's settings from the environment. The others are called by scripts that have looked at it.
 READ_SETTINGS = ("predict", "layouts", "ranks", "prove", "search", "sweep")
+NEED_A_CHECKOUT = ("sweep", "parity-check", "search", "cluster", "prepare-data", "support")
 # These still work.
 FORMER_NAMES = {"merge": "reshape", "plan": "layouts", "layout": "ranks"}
 
@@ -170,6 +171,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise Problem(f"unrecognized arguments: {' '.join(unknown)}", remedy)
         if chosen.command in READ_SETTINGS:
             tell_of_misspelt_settings()
+        if chosen.command in NEED_A_CHECKOUT:
+            need_checkout(f"t5bench {chosen.command}")
         module = imported(COMMANDS[chosen.command][0])
         with missing_packages_named():
             status = module.run(chosen)

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from importlib import import_module
 from types import ModuleType
 
-from t5bench import REPOSITORY, Problem
+from t5bench import IS_CHECKOUT, REPOSITORY, Problem
 
 # The folder in packages/ of what is imported by this name.
 FOLDERS = {
@@ -39,5 +39,7 @@ def missing_packages_named() -> Iterator[None]:
             folder = FOLDERS[name]
             remedy = f"In a clone of this repository, run: pip install . packages/{folder}"
             raise Problem(f"this needs a package of its own, {folder}, which is not installed", remedy) from error
-        remedy = f"Run: pip install -r '{REPOSITORY}/requirements.txt', or activate the environment that has it"
+        remedy = "Install the package with its extra [train]: in a clone of the repository, pip install '.[train]'"
+        if IS_CHECKOUT:
+            remedy = f"Run: pip install -r '{REPOSITORY}/requirements.txt', or activate the environment that has it"
         raise Problem(f"{sys.executable} lacks a package: {error}", remedy) from error

@@ -19,7 +19,7 @@ from importlib import util
 from pathlib import Path
 from typing import Any
 
-from t5bench import REPOSITORY, Problem
+from t5bench import FILES, REPOSITORY, Problem
 from t5bench.costmodel.job import REDUCE_ONCE_RELEASE
 from t5bench.costmodel.layout import Layout
 from t5bench.given_files import Repetition, without_repetition
@@ -257,7 +257,7 @@ def effective_config(draft: Draft) -> dict[str, Any] | None:
     """
     if not draft.strategy.ds_config:
         return None
-    path = REPOSITORY / "ds_configs" / draft.strategy.ds_config
+    path = FILES / "ds_configs" / draft.strategy.ds_config
     try:
         stage_config = json.loads(path.read_text(), object_pairs_hook=without_repetition)
         unread = check_strategy(stage_config, str(path))

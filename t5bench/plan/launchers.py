@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
-from t5bench import REPOSITORY, Problem, note
+from t5bench import FILES, REPOSITORY, Problem, note
 from t5bench.record.plan import Plan, Strategy
 from t5bench.record.settings import DEFAULT_FAMILY, LAYOUT_SETTINGS, MODEL_FAMILIES
 
@@ -30,7 +30,7 @@ def without_layout(settings: Mapping[str, str]) -> dict[str, str]:
 
 
 def launcher(strategy: str) -> Path:
-    return REPOSITORY / "scripts" / f"run_megatron_t5_{strategy}.sh"
+    return FILES / "scripts" / f"run_megatron_t5_{strategy}.sh"
 
 
 def declarations(family: str = "") -> list[Strategy]:

@@ -23,7 +23,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from t5bench import REPOSITORY, Problem, note, raise_on_signals
+from t5bench import REPOSITORY, Problem, need_checkout, note, raise_on_signals
 from t5bench.compare.traces import first_difference
 from t5bench.plan.launchers import accepted, declared
 from t5bench.plan.ports import free_port
@@ -132,6 +132,7 @@ def code_digest(strategy: str, mode: Mode) -> str:
 
 def prepare_data(directory: Path) -> Path:
     """The bundled sample as an indexed dataset. Raises Problem."""
+    need_checkout("measuring a release")
     settings = {"SAMPLE": "1", "TOKENIZER_MODEL": "", "MODEL_FAMILY": "t5", "MEGATRON_DATA_DIR": str(directory)}
     script = ["bash", str(REPOSITORY / "scripts" / "prepare_xsum_megatron.sh")]
     result = subprocess.run(script, env=os.environ | settings, capture_output=True, text=True, check=False)
