@@ -27,7 +27,7 @@ IS_CHECKOUT = (REPOSITORY / "scripts" / "common.sh").is_file()
 FILES = REPOSITORY if IS_CHECKOUT else Path(__file__).with_name("carried")
 # In a checkout, what stands alone beside this package is imported from there, without an installation.
 sys.path[1:1] = [str(source) for source in sorted(PACKAGES.glob("*/src"))]
-from training_comparison.problem import Problem  # noqa: E402, F401 - lies beside this package; imported from here
+from training_comparison.problem import Problem  # noqa: E402 - lies beside this package; imported from here
 
 EXIT_CONFIGURATION = 2  # nothing expensive has started, and nothing was changed
 # USR1 and USR2: SLURM's --signal.

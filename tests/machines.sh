@@ -71,7 +71,7 @@ for version in "${pythons[@]}"; do
   if [[ $tests && $status == 0 ]]; then
     tested=0
     in_clone "$path" bash "$clone/scripts/run_tests.sh" -m 'not slow' >"$log" 2>&1 || tested=$?
-    ((!tested)) || failed=1
+    [[ $tested == 0 ]] || failed=1
     tail -n 25 -- "$log"
   fi
   rows+=("| $version | $torch | ${downloaded:-0} | ${installed:-?} | $((seconds - ${installed:-0})) | $status | $tested |")

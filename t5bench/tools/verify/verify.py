@@ -15,7 +15,7 @@ from typing import Any
 
 import matplotlib
 
-from t5bench import REPOSITORY, Problem, given_files
+from t5bench import REPOSITORY, Problem
 from t5bench.record.files import MOST_BYTES, RecordError, open_file, read, sha256
 from t5bench.record.machine import FIRST_DIGITS, commit
 from t5bench.record.reader import decoded
@@ -34,6 +34,7 @@ from t5bench.tools.verify.pack import (
     working_in,
     write_file,
 )
+from training_comparison.given_files import open_file
 
 _CURVE = re.compile(r'<path d="([^"]*)"[^>]*style="fill: none[^"]*stroke[^"]*"')
 _TEXT = re.compile(r"<(?:text|title)\b[^>]*>([^<]*)</(?:text|title)>")
@@ -265,7 +266,7 @@ def _note_other_commits(commits: set[str]) -> None:
 
 def read_start(package: Path) -> None:
     """Raises Problem for what cannot be verified at all, which is no finding: a file that is not there."""
-    with given_files.open_file(package, "Name the file that python -m t5bench pack has written"):
+    with open_file(package, "Name the file that python -m t5bench pack has written"):
         pass
 
 
