@@ -34,7 +34,7 @@ from t5bench.tools.verify.pack import (
     working_in,
     write_file,
 )
-from training_comparison.given_files import open_file
+from training_comparison import given_files
 
 _CURVE = re.compile(r'<path d="([^"]*)"[^>]*style="fill: none[^"]*stroke[^"]*"')
 _TEXT = re.compile(r"<(?:text|title)\b[^>]*>([^<]*)</(?:text|title)>")
@@ -266,7 +266,7 @@ def _note_other_commits(commits: set[str]) -> None:
 
 def read_start(package: Path) -> None:
     """Raises Problem for what cannot be verified at all, which is no finding: a file that is not there."""
-    with open_file(package, "Name the file that python -m t5bench pack has written"):
+    with given_files.open_file(package, "Name the file that python -m t5bench pack has written"):
         pass
 
 
