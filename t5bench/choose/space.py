@@ -13,6 +13,7 @@ from t5bench import Problem
 from t5bench.costmodel.job import Architecture, FullySharded, Job, Parallel, Zero, beyond_native
 from t5bench.costmodel.layout import balanced_split
 from t5bench.costmodel.machine import GIB, Machine
+from t5bench.costmodel.memory import SURE
 from t5bench.costmodel.prediction import Prediction
 from t5bench.costmodel.schedule import GPIPE, INTERLEAVED, ONE_F_ONE_B, ZERO_BUBBLE, interleaving_fault
 from t5bench.plan.families import FAMILIES
@@ -22,7 +23,6 @@ TENSOR_SIZES = (1, 2, 4, 8)  # beyond a node the all-reduces of every layer cros
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 RECOMPUTE = ("none", "selective", "full")  # the second under 1F1B alone: fused attention leaves it little to save
 MOST_AS_FAST = 3.0  # a layout that takes so many times as long is slower whatever the machine is like
-FULLEST = 0.95  # of the device's memory; the rest is lost to fragmentation
 SHARD_SIZES = (2, 4, 8, 16)  # of HSDP: data-parallel GPUs that share one copy of the states
 VIRTUAL_STAGES = 2  # parts of the model on each stage of an interleaved pipeline, as the launchers' default
 # What a pipeline's schedule is called in the name of a kind.
@@ -45,8 +45,8 @@ class Candidate(Prediction):
 
     @cached_property
     def fits(self) -> bool:
-        size = self.machine.device.memory  # unknown of a CPU
-        return not size or self.memory_bytes <= FULLEST * size
+        """Whether it rather runs than runs out of memory."""
+        return self.chance_to_fit >= 0.5
 
     @cached_property
     def seconds(self) -> float:
@@ -335,11 +335,13 @@ class Space:
 
 
 def best_to_run(candidates: Sequence[Candidate]) -> Candidate:
-    """The fastest that the launchers can start; if they can start none, the fastest. candidates: sorted by time."""
-    for candidate in candidates:
-        if candidate.fits and candidate.start:
-            return candidate
-    return candidates[0]
+    """The fastest of those that surely fit and that the launchers can start; if there is none, the fastest that fits.
+
+    candidates: sorted by time.
+    """
+    startable = [candidate for candidate in candidates if candidate.fits and candidate.start]
+    sure = [candidate for candidate in startable if candidate.chance_to_fit >= SURE]
+    return (sure or startable or candidates)[0]
 
 
 def shown_first(candidates: Sequence[Candidate], top: int) -> list[Candidate]:

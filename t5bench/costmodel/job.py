@@ -316,13 +316,19 @@ class Software:
     keeps_inputs: bool = False  # of pipeline stages, and fp16's fp32 gradients, until the next iteration (memory.py)
     fused_softmax: bool = True  # of stored scores: scale, mask and softmax in one kernel
     eager: bool = False  # norms, activations and softmax run as PyTorch's operators one by one (time.py)
+    eager_rms_norm: bool = False  # an RMS norm does, whatever the rest is
+    eager_norm_bytes: int = 8  # of a hidden state, what such a norm keeps besides a fused one's input and output
+    divides_head: bool = True  # tensor parallelism divides the logits, not the head's weight alone
 
 
 # Each figure cites the source code: Megatron-LM at a53107c006, Megatron-DeepSpeed at 4efb479d, Hetu-Galvatron at
 # 498bcadeb6, transformers 4.49.
 SOFTWARE = {
     # lm_logits.float() and its difference to the maximum are both there: core/tensor_parallel/cross_entropy.py:26.
-    "megatron": Software(logits=10, scores_buffer=True, fused_gate=False, keeps_inputs=True),
+    # RMSNorm.forward converts to fp32 and back: megatron/model/rmsnorm.py.
+    "megatron": Software(
+        logits=10, scores_buffer=True, fused_gate=False, keeps_inputs=True, eager_rms_norm=True, eager_norm_bytes=4
+    ),
     # native/: log_softmax's output and two gradients of the logits in fp32. Under tensor parallelism the exponentials
     # and three gradients (of the label's logit, of the exponentials, their sum); SharedDropout's mask has 16 bits.
     "native": Software(logits=12, cast_parameters=True, tensor_mask=2, tensor_logits=16),
@@ -333,8 +339,18 @@ SOFTWARE = {
     # The same without the fused softmax: FusedScaleMaskSoftmax.forward_torch_softmax computes in fp32, and autograd
     # keeps its result: core/fusions/fused_softmax.py:313.
     "megatron-core-softmax": Software(softmax=4, scores_buffer=True, keeps_inputs=True, fused_softmax=False),
-    # Software whose attention is not known.
-    "unknown": Software(scores_buffer=True, keeps_inputs=True, fused_softmax=False),
+    # Software that is not known. What its separate operators keep is not read in code but found: these figures tell 354
+    # published layouts that ran from those that ran out of memory best (packages/costmodel-evidence/EVIDENCE.md).
+    "unknown": Software(
+        score_copies=2,
+        scores_buffer=True,
+        fused_gate=False,
+        keeps_inputs=True,
+        fused_softmax=False,
+        logits=14,
+        divides_head=False,
+        eager_rms_norm=True,
+    ),
     # Megatron-LM with it: UnfusedDotProductAttention fills padded rows of the probabilities, which keeps each layer's
     # mask, if "padding" is in the mask's type (transformer_engine/pytorch/attention/dot_product_attention/backends.py,
     # masked_fill). GPT's and T5's decoders have "causal".
@@ -373,6 +389,7 @@ class Job:
     partitions_inputs: bool = False  # of full recomputation: each tensor-parallel rank keeps a slice of them
     attention: str = "unfused"  # "fused" (one kernel, PyTorch's or Transformer Engine's) or "flash"
     causal_attention: str = ""  # the same in the decoder's self-attention, which attends to earlier tokens alone
+    norm_kernel: str = ""  # "fused" (one kernel) or "eager" (separate operators); "" for what the software has
     dropout: float = 0.1
     engine: str = "megatron"  # Megatron-DeepSpeed, or another of SOFTWARE
     dummy_gradients: bool = False  # a 16-bit gradient of each shape of weight stays (fused gradient accumulation)
@@ -396,6 +413,13 @@ class Job:
         """Whether an iteration computes with 16-bit copies of fp32 weights."""
         is_16_bit = self.software.cast_parameters and self.element == 2
         return is_16_bit and not self.zero.stage and self.fully_sharded is None
+
+    @property
+    def has_eager_norms(self) -> bool:
+        """Whether norms run as separate operators where the software's figures are of fused ones."""
+        if self.norm_kernel:
+            return self.norm_kernel == "eager" and not self.software.eager
+        return self.software.eager_rms_norm and self.architecture.norm == "rms"
 
     @property
     def element(self) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 from t5bench.costmodel import flops, intervals, schedule, time, traffic
 from t5bench.costmodel.job import Job
 from t5bench.costmodel.machine import GIB, Device, Host, Link, Machine
-from t5bench.costmodel.memory import Memory, memory_of
+from t5bench.costmodel.memory import SURE, Memory, chance_to_fit, memory_of
 from t5bench.costmodel.parameters import parameters
 
 LATENCY = 40e-6  # seconds of a message between nodes
@@ -52,6 +52,19 @@ class Prediction:
     def memory_bytes(self) -> float:
         """The memory that the device reports as used at the peak; on a CPU the allocated memory."""
         return self.memory.in_use if self.machine.device.memory else self.memory.peak
+
+    @cached_property
+    def chance_to_fit(self) -> float:
+        """That it does not run out of memory; 1 on CPUs, whose memory is not known."""
+        size = self.machine.device.memory
+        return chance_to_fit(self.memory.needed, size) if size else 1.0
+
+    @property
+    def fit(self) -> str:
+        """What is said of it: "surely", "no", or the chance."""
+        if self.chance_to_fit >= SURE:
+            return "surely"
+        return "no" if self.shortage else f"{self.chance_to_fit:.0%}"
 
     @cached_property
     def node_bytes(self) -> Sequence[float]:
@@ -124,9 +137,10 @@ class Prediction:
 
     @property
     def shortage(self) -> str:
-        """How much memory the job needs, if the device has less."""
-        size, memory = self.memory_bytes, self.machine.device.memory
-        return f"about {size / GIB:.1f} of {memory / GIB:.0f} GiB" if 0 < memory < size else ""
+        """How much memory the job needs, if it surely runs out of it."""
+        if self.chance_to_fit > 1 - SURE:
+            return ""
+        return f"about {self.memory.needed / GIB:.1f} of {self.machine.device.memory / GIB:.0f} GiB"
 
     @property
     def limit(self) -> str:
@@ -142,6 +156,7 @@ class Prediction:
             "micro_batches": job.micro_batches,
             "parameters": [parameters(job.architecture, job.parallel, stage) for stage in stages],
             "memory": asdict(self.memory) | {"peak": self.memory.peak, "in_use": self.memory_bytes},
+            "chance_to_fit": self.chance_to_fit,
             "flops": {"model": model_flops, "hardware": flops.hardware_flops(job)},
             "bytes_sent_by_node": self.node_bytes,
             "collectives": [asdict(collective) for collective in traffic.collectives_of(job)],

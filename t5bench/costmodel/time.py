@@ -198,9 +198,10 @@ def _passes(job: Job) -> Passes:
     software = job.software
     ffn = FFN_PASSES * (1.5 if a.gated else 1)
     if not software.eager:
+        block = BLOCK_PASSES + (EAGER_RMS_NORM[job.element] if job.has_eager_norms else 0)
         if software.fused_softmax:
-            return Passes(BLOCK_PASSES, ffn, SCORE_PASSES_FORWARD, SCORE_PASSES_BACKWARD)
-        return Passes(BLOCK_PASSES, ffn, SEPARATE_SCORE_PASSES, 2 * SEPARATE_SCORE_PASSES)
+            return Passes(block, ffn, SCORE_PASSES_FORWARD, SCORE_PASSES_BACKWARD)
+        return Passes(block, ffn, SEPARATE_SCORE_PASSES, 2 * SEPARATE_SCORE_PASSES)
     norm = EAGER_RMS_NORM[software.stream or job.element] if a.norm == "rms" else 0
     gelu = EAGER_GELU if a.gated or a.family == "gpt" else 0
     scores = SEPARATE_SCORE_PASSES if software.softmax else EAGER_SCORES[job.element]

@@ -20,7 +20,9 @@ from t5bench.costmodel.layout import decoder_stage, share
 from t5bench.costmodel.machine import DEVICES, device_of, peak_tflops
 from t5bench.costmodel.memory import (
     MIB,
+    SURE,
     activation_bytes,
+    chance_to_fit,
     in_flight,
     layer_bytes,
     logits_bytes,
@@ -363,3 +365,35 @@ def test_every_gpu_has_what_its_family_attains():
     b200 = DEVICES["b200"].achievable
     assert 1 > sxm.products > pcie.products > b200.products > 0.4
     assert CPU.achievable.start == 0 and all(device.achievable.start == START for device in DEVICES.values())
+
+
+def test_a_chance_to_fit_falls_with_what_is_needed():
+    size = 80 * 2**30
+    chances = [chance_to_fit(share * size, size) for share in (0.5, 0.8, 0.932, 1.1, 1.5)]
+    assert chances == sorted(chances, reverse=True)
+    assert chances[0] > 0.99 and chances[-1] < 0.01
+    assert chances[2] == pytest.approx(0.5)
+    assert chances[1] > SURE > 1 - SURE > chances[3]
+
+
+def test_a_layout_needs_more_than_is_in_use_while_its_iteration_adds_to_the_states():
+    memory = memory_of(Job(LARGE, micro_batch=8))
+    assert memory.in_use < memory.needed < 1.1 * memory.in_use
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_norms_of_separate_operators_keep_more(sequence_parallel: bool):
+    """Without sequence parallelism, every tensor-parallel rank keeps all of it."""
+    parallel = Parallel(tensor=4, sequence_parallel=sequence_parallel)
+    model = replace(LARGE, norm="rms")
+    fused = Job(model, parallel, engine="unknown", norm_kernel="fused")
+    more = layer_bytes(replace(fused, norm_kernel="eager")) - layer_bytes(fused)
+    assert more == 2 * 8 * model.encoder_length * model.hidden / (4 if sequence_parallel else 1)
+    assert layer_bytes(replace(fused, norm_kernel="")) == layer_bytes(replace(fused, norm_kernel="eager"))
+
+
+def test_a_head_that_is_not_divided_keeps_all_logits_on_every_rank():
+    undivided = Job(LARGE, Parallel(tensor=4), engine="unknown")
+    alone = Job(LARGE, Parallel(tensor=1), engine="unknown")
+    gathered = 2 * LARGE.output_length * LARGE.padded_vocabulary / 4
+    assert logits_bytes(undivided)[0] == logits_bytes(alone)[0] + gathered

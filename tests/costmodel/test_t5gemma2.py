@@ -164,7 +164,7 @@ def test_multiply_adds_are_those_of_transformers_matrix_products():
 
 def test_activations_of_a_layer_by_hand():
     a = SMALL
-    job = Job(a, micro_batch=2, dropout=0.0)
+    job = Job(a, micro_batch=2, dropout=0.0, norm_kernel="fused")
     h = 48
     f = 80
     q = 64

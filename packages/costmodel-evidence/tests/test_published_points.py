@@ -45,7 +45,7 @@ ERRORS = [
     (FILE, "states", 4, 0.004878, 0.0097), (FILE, "bound", 4, 0.0, 0.0),
     (FILE, "activation", 31, 0.018533, 0.0666), (MORE, "activation", 175, 0.020238, 0.4395),
     (FILE, "ratio", 14, 0.049651, 0.2316), (MORE, "ratio", 304, 0.042071, 0.3341),
-    (FILE, "throughput", 42, 0.231811, 2.6891), (MORE, "throughput", 265, 0.134585, 1.2127),
+    (FILE, "throughput", 42, 0.224190, 2.6891), (MORE, "throughput", 265, 0.134585, 1.2127),
 ]  # fmt: skip
 
 

@@ -182,6 +182,7 @@ def job_of(point: Point, tensor_size: int | None = None) -> Job:
         precision=precision,
         recompute=recomputation,
         attention=words.attention_kernel(point),
+        norm_kernel=words.norm_kernel(point),
         dropout=DROPOUT if point.dropout is None else point.dropout,
         engine=software(point) or "unknown",
         dummy_gradients=_keeps_dummy_gradients(point, architecture),

@@ -134,6 +134,8 @@ class Point(msgspec.Struct):
     how_counted: str | None = None
     optimizer: str | None = None
     attention_kernel: str | None = None
+    norm_kernel: str | None = None
+    """"fused" or "eager" (separate operators); not stated where it is None."""
     activation_checkpointing: str | None = None
     software: str | None = None
     micro_batch: Count | None = None

@@ -157,6 +157,14 @@ def attention_kernel(point: Point) -> str:
     return "fused" if device and device.hopper else "flash"
 
 
+def norm_kernel(point: Point) -> str:
+    """ "fused", "eager", or "" for what the software has. A compiled model's norms are one kernel."""
+    if point.norm_kernel:
+        require(point.norm_kernel in ("fused", "eager"), f"the norm kernel {point.norm_kernel} is not known")
+        return point.norm_kernel
+    return "fused" if re.search(COMPILED, point.attention_kernel or "") else ""
+
+
 def predicted_tokens(point: Point, length: int) -> int:
     """Tokens of a sample that have logits; 0 for all.
 
