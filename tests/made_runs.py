@@ -36,7 +36,7 @@ _TINY = {
     "MODEL_PRESET": "tiny", "ENCODER_NUM_LAYERS": "2", "DECODER_NUM_LAYERS": "2", "HIDDEN_SIZE": "64",
     "NUM_ATTENTION_HEADS": "4", "FFN_HIDDEN_SIZE": "128", "ENCODER_SEQ_LENGTH": "128", "DECODER_SEQ_LENGTH": "64",
     "DROPOUT": "0", "PRECISION_FLAG": "", "LOG_INTERVAL": "1", "NNODES": "1", "NPROC_PER_NODE": "2",
-    "OUTPUT_DIR": "/run", "WANDB_MODE": "offline",
+    "OUTPUT_DIR": "/run", "WANDB_MODE": "offline", "MEGATRON_DIR": "/engine", "MEGATRON_DATA_DIR": "/data",
 }  # fmt: skip
 LARGE = {
     "MODEL_PRESET": "large", "ENCODER_NUM_LAYERS": "24", "DECODER_NUM_LAYERS": "24", "HIDDEN_SIZE": "1024",
@@ -103,9 +103,6 @@ def made_plan(
     for setting_name, setting in plan_settings.items():
         for argument in BY_NAME[setting_name].arguments:
             words += [argument, setting.value]
-    environment = {"DS_ACCELERATOR": "cpu"} if fields.get("device", "cpu") == "cpu" else {}
-    if (iteration := plan_settings["PROFILE_ITERATION"].value) != "0":
-        environment["T5_PROFILE"] = f"{iteration}:/run/profile.json"
     ds_config, colour = f"megatron_{strategy}.json" if stage else "", COLOURS.get(strategy, "#123456")
     made = {
         "strategy": Strategy(strategy, strategy, port, tp, pp, ds_config, colour, list(strategy_flags)),
@@ -117,25 +114,19 @@ def made_plan(
         "layout": Layout(nodes, here, world_size, tp, pp, dp, batch // (micro_batch * dp), 1 if pp > 1 else None),
         "ds_config": None,
         "arguments": Arguments(settings=words, own=own_arguments, extra=list(extra_arguments)),
-        "environment": environment,
+        "environment": {},
         "program": ["pretrain_t5.py"],
     }  # fmt: skip
     plan = Plan(**made | fields)
     if stage and "ds_config" not in fields:
         options = config_of_settings(draft_of(plan))
         plan = replace(plan, ds_config=options | {"zero_optimization": {"stage": stage, "overlap_comm": False}})
+    if "environment" not in fields:
+        plan = replace(plan, environment=torchrun_command.environment(draft_of(plan), choices_of(plan)))
     if "arguments" in fields:
         return plan
-    method = own_arguments_of(plan)
-    return replace(plan, arguments=replace(plan.arguments, own=[*own_arguments, *method]))
-
-
-def own_arguments_of(plan: Plan) -> list[str]:
-    """Those that a launcher adds for the method, for evaluating and for checkpoints."""
-    method = torchrun_command.method_arguments(draft_of(plan), choices_of(plan))
-    saves = plan.value("SAVE_INTERVAL") != "0" and plan.value("EVAL_ONLY") != "1"
-    saving = ["--save-interval", plan.value("SAVE_INTERVAL")] if saves else []
-    return [*saving, *["--skip-train"] * (plan.value("EVAL_ONLY") == "1"), *method]
+    own = torchrun_command.own_arguments(draft_of(plan), choices_of(plan))
+    return replace(plan, arguments=replace(plan.arguments, own=[*own, *own_arguments]))
 
 
 def made_checkpoints(

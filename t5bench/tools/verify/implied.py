@@ -1,10 +1,12 @@
-"""The command that a plan's settings imply, by the functions with which the planner builds one, beside the recorded.
+"""What a plan's settings imply, by the functions with which the planner makes a plan, beside the recorded.
 
-A record may claim a method in its settings that the engine was never told to use. What the machine decided (paths, the
-kind of attention, W&B) is taken from the record, and so is what a user gave after ``--``.
+A record may claim a method in its settings that the engine was never told to use. So arguments, environment and
+DeepSpeed's options are planned anew and compared. What the machine decided (the kind of attention, W&B) is taken from
+the record, and so is what a user gave after ``--``. docs/records.md lists the settings of which no record says more.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from t5bench.plan import torchrun_command
@@ -13,15 +15,37 @@ from t5bench.plan.engine import SERIES, config_of_settings, offload_device
 from t5bench.plan.settings import values_from
 from t5bench.plan.torchrun_command import Choices
 from t5bench.record.plan import Plan, by_name, same_value
-from t5bench.record.settings import BY_NAME
+from t5bench.record.settings import BY_NAME, PRECISIONS
 
 # Whose values are paths, which a run that was moved has kept.
 PATHS = ("--deepspeed_config",)
+# Variables that the user's own environment decides as well.
+USERS_VARIABLES = {"PATH", "PYTHONPATH", "WANDB_MODE", "WANDB_JOB_TYPE", "WANDB_SWEEP_PARAM_PATH", "OMP_NUM_THREADS"}
+
+
+def _rendezvous(plan: Plan, argument: str) -> str:
+    return by_name(plan.rendezvous).get(argument, "")
+
+
+# What else a plan says of a setting; "" if it does not.
+SAID_AGAIN: Mapping[str, Callable[[Plan], str]] = {
+    "NNODES": lambda plan: str(plan.layout.nnodes if plan.layout else ""),
+    "NPROC_PER_NODE": lambda plan: str(plan.layout.nproc_per_node if plan.layout else ""),
+    "ENGINE": lambda plan: plan.engine,
+    "DEVICE": lambda plan: plan.device,
+    "HOSTS": lambda plan: " ".join(plan.hosts),
+    "MASTER_PORT": lambda plan: _rendezvous(plan, "--master_port"),
+    "RENDEZVOUS_TIMEOUT": lambda plan: _rendezvous(plan, "--rdzv_conf").removeprefix("timeout="),
+    "OUTPUT_DIR": lambda plan: plan.output_dir,
+    "MEGATRON_DIR": lambda plan: plan.engine_directory if plan.engine == "megatron" else "",
+    "MEGATRON_DATA_DIR": lambda plan: str(Path(plan.data_prefix).parent) if plan.data_prefix else "",
+    "TOKENIZER_MODEL": lambda plan: plan.tokenizer,
+}
 
 
 def draft_of(plan: Plan) -> Draft:
     """What was asked for: the recorded settings, and today's defaults for those that an earlier version lacked."""
-    values, defaults = values_from({}, plan.strategy)
+    values, defaults = values_from({"MODEL_FAMILY": plan.value("MODEL_FAMILY", "")}, plan.strategy)
     values |= {name: setting.value for name, setting in plan.settings.items() if name in BY_NAME}
     return Draft(
         strategy=plan.strategy,
@@ -65,14 +89,15 @@ def contradictions_of_command(plan: Plan) -> Iterator[str]:
     choices = choices_of(plan)
     settings = by_name(torchrun_command.setting_arguments(draft))
     method = by_name(torchrun_command.method_arguments(draft, choices))
+    own = by_name(torchrun_command.own_arguments(draft, choices))
     given = by_name([*plan.arguments.settings, *plan.arguments.own])
-    for name, value in (settings | method).items():
+    for name, value in (settings | own).items():
         if name not in given:
-            if name in method or _was_recorded(plan, name):
+            if name in method or _was_recorded(plan, name) or (name in own and is_of_today(plan)):
                 yield f"the settings imply {_shown(name, value)}, which the engine was not given"
         elif name not in PATHS and not same_value(given[name], value):
             yield f"the settings imply {_shown(name, value)}, but the engine was given {_shown(name, given[name])}"
-    possible = settings | by_name(torchrun_command.own_arguments(draft, choices))
+    possible = settings | own
     for name, value in given.items():
         if name not in possible:
             yield f"the engine was given {_shown(name, value)}, which no setting of the plan implies"
@@ -83,8 +108,44 @@ def contradictions_of_command(plan: Plan) -> Iterator[str]:
         yield f"FLASH_ATTENTION is '{wanted}', but the engine {was} given --use-flash-attn-v2"
 
 
+def is_of_today(plan: Plan) -> bool:
+    """Whether the record has every setting of today: an earlier version planned other arguments and variables."""
+    todays, _ = values_from({"MODEL_FAMILY": plan.value("MODEL_FAMILY", "")}, plan.strategy)
+    return todays.keys() <= plan.settings.keys()
+
+
+def contradictions_of_environment(plan: Plan) -> Iterator[str]:
+    """Variables that the engine was given, and that the settings do not imply so."""
+    if not is_of_today(plan):
+        return
+    implied = torchrun_command.environment(draft_of(plan), choices_of(plan))
+    for name in sorted((implied.keys() | plan.environment.keys()) - USERS_VARIABLES):
+        value = implied.get(name)
+        given = plan.environment.get(name)
+        if value != given:
+            yield f"the settings imply {_variable(name, value)}, but the engine was given {_variable(name, given)}"
+
+
+def _variable(name: str, value: str | None) -> str:
+    return f"no {name}" if value is None else f"{name}={value}"
+
+
+def contradictions_of_choices(plan: Plan) -> Iterator[str]:
+    """Settings of which the plan says something else in another place."""
+    for name, said in SAID_AGAIN.items():
+        value = plan.value(name, "")
+        again = said(plan)
+        says_nothing = not again and name != "HOSTS"
+        if value not in ("", "auto") and not says_nothing and value.split() != again.split():
+            yield f"{name} is '{value}', but the plan is for '{again}'"
+    if plan.gpus_shared and plan.value("SHARE_GPUS", "0") != "1":
+        yield "processes share GPUs, but SHARE_GPUS is not 1"
+
+
 def _was_recorded(plan: Plan, argument: str) -> bool:
     """Whether the record has a setting that becomes this argument: an earlier version may have lacked both."""
+    if argument in PRECISIONS:
+        return True
     return any(argument in BY_NAME[name].arguments for name in plan.settings if name in BY_NAME)
 
 

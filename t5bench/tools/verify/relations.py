@@ -32,7 +32,7 @@ from t5bench.record.records import ENDING, read_parts
 from t5bench.record.run import Run
 from t5bench.record.settings import BY_NAME
 from t5bench.record.status import CANCELLED, COMPLETE
-from t5bench.tools.verify.implied import contradictions_of_command, contradictions_of_ds_config
+from t5bench.tools.verify import implied
 
 # Tolerances. Those of printed figures are their last digit, and a little more where two of them are multiplied.
 RATE = 0.0006
@@ -220,8 +220,14 @@ def _settings(evidence: Evidence) -> Iterator[str]:
 
 def _command(evidence: Evidence) -> Iterator[str]:
     """Of every node, whose plans may differ in places and names."""
-    yield from contradictions_of_command(evidence.run.plan)
-    yield from contradictions_of_ds_config(evidence.run.plan)
+    for part in read_parts(evidence.run.directory):
+        plan = Plan.read(part["plan"])
+        if not plan.layout:
+            continue
+        yield from implied.contradictions_of_command(plan)
+        yield from implied.contradictions_of_ds_config(plan)
+        yield from implied.contradictions_of_environment(plan)
+        yield from implied.contradictions_of_choices(plan)
 
 
 def _vocabulary(evidence: Evidence) -> Iterator[str]:
@@ -573,20 +579,27 @@ def _samples_present(evidence: Evidence) -> Iterator[str]:
             continue
         took = seconds(part["ended"]) - seconds(part["started"])
         count = len(evidence.run.samples[part["node"]])
+        if not count:
+            yield f"node{part['node']}.samples.jsonl has no sample, though one is taken at the start and at the end"
         if took > SAMPLED_SECONDS and count < SAMPLED_SHARE * took / interval:
             what = f"node{part['node']}.samples.jsonl has {count} samples of {took:.0f} s"
             yield f"{what}, where one is taken every {interval:g} s"
 
 
 def _links(evidence: Evidence) -> Iterator[str]:
-    """A counter cannot grow faster than its link carries bytes; a buffer may add a little."""
+    """A counter never goes back, and cannot grow faster than its link carries bytes; a buffer may add a little."""
     for part in evidence.run.nodes:
         for before, sample in pairwise(evidence.run.samples[part["node"]]):
             for name, counter in sample["network"].items():
-                speed = (part["network"].get(name) or {}).get("speed_mbit")
-                if not speed or name not in before["network"]:
+                if name not in before["network"]:
                     continue
                 sent = counter["sent"] - before["network"][name]["sent"]
+                # What an earlier attempt counted may be another machine's, or from before it started again.
+                if sent < 0 and before["time"] >= seconds(part["started"]) - STEP_SECONDS:
+                    yield f"node{part['node']}.samples.jsonl has {-sent:.3g} bytes fewer sent over {name} than before"
+                speed = (part["network"].get(name) or {}).get("speed_mbit")
+                if not speed:
+                    continue
                 room = LINK * speed * 1e6 / 8 * (sample["time"] - before["time"] + 0.1)
                 if sent > room:
                     what = f"node{part['node']}.samples.jsonl has {sent:.3g} bytes sent over {name}"
@@ -734,7 +747,7 @@ RELATIONS: tuple[Relation, ...] = (
     Relation("processes, DP, TP and PP in Megatron's first line", "the plan's layout", "none", _megatron_header),
     Relation("the arguments that an engine prints", "the plan's arguments", "none", _engine_arguments),
     Relation("settings that the engine is given as arguments", "the plan's arguments", "none", _settings),
-    Relation("the engine's arguments and DeepSpeed's options", "the plan's settings, by the planner's own functions",
+    Relation("the engine's arguments and variables, DeepSpeed's options, hosts, ports and places", "the plan's settings, by the planner's own functions",
              "none", _command),
     Relation("padded vocabulary", "the tokenizer's size, the multiple and TP", "none", _vocabulary),
     Relation("the parameters that Megatron counts (TP 1, PP 1)", "architecture and vocabulary", "none", _parameters),
@@ -763,9 +776,9 @@ RELATIONS: tuple[Relation, ...] = (
     Relation("host and device of a peak-memory line", "the record's host, the plan's device; one line of a rank",
              "none", _peak_lines),
     Relation("times of samples", "the run's start and end", f"{SAMPLE_SECONDS} s", _sample_times),
-    Relation("number of samples", "SAMPLE_INTERVAL and the time of the run",
+    Relation("number of samples", "one at the start and one at the end; SAMPLE_INTERVAL and the time of the run",
              f"a tenth; runs of {SAMPLED_SECONDS} s", _samples_present),
-    Relation("bytes between two samples", "at most what the link carries in that time", "10 %", _links),
+    Relation("bytes between two samples", "never fewer, and at most what the link carries in that time", "10 %", _links),
     Relation("use and memory of GPUs in samples", "at most 100 %, at most the GPU's memory", "10 %", _gpus),
     Relation("exit status, signal, cause and reason of a node", "its status", "none", _ends),
     Relation("what a node heard about another", "the other's host and end", "none", _what_others_heard),

@@ -1,4 +1,4 @@
-"""Ways of tampering with records, 80 and more, and what each is told."""
+"""Ways of tampering with records, and what each is told."""
 
 import json
 import random
@@ -64,7 +64,7 @@ def make_pristine(root: Path) -> Path:
     ranks = [rank | {"rank": number} for number in range(2)]
     (native / "profile.json").write_text(json.dumps({"iteration": 25, "ranks": ranks}))
     megatron = make_run(root / "zero1", "zero1", elapsed_ms=TIMES[::-1],
-                        own_arguments=["--make-vocab-size-divisible-by", "64"])  # fmt: skip
+                        settings={"VOCABULARY_MULTIPLE": "64"}, **sampled)  # fmt: skip
     began = json.loads((megatron / PART).read_text())["started"].replace("T", " ")[:19]
     header(
         megatron,
@@ -77,9 +77,9 @@ def make_pristine(root: Path) -> Path:
     records.write_json(megatron / "ds_config.json", load_plan(megatron)["ds_config"])
     gpus = make_run(root / "gpus", elapsed_ms=TIMES[7:] + TIMES[:7], nodes=2, gpu="NVIDIA A100", log_interval=2,
                     settings={"PRECISION_FLAG": "--bf16"}, **sampled)  # fmt: skip
-    short = make_run(root / "short", "tensor", elapsed_ms=TIMES[:12])
-    zero2 = make_run(root / "zero2", "zero2", elapsed_ms=TIMES[3:15])
-    staged = make_run(root / "staged", "pipeline", elapsed_ms=TIMES[4:16])
+    short = make_run(root / "short", "tensor", elapsed_ms=TIMES[:12], **sampled)
+    zero2 = make_run(root / "zero2", "zero2", elapsed_ms=TIMES[3:15], **sampled)
+    staged = make_run(root / "staged", "pipeline", elapsed_ms=TIMES[4:16], **sampled)
     slow = make_run(root / "slow", "zero3", elapsed_ms=[100 * time for time in TIMES[5:30]], **sampled | {
         "sample_seconds": 2.0})  # fmt: skip
     for run in (megatron, gpus, short, zero2, staged, slow):
@@ -331,6 +331,10 @@ TAMPERINGS: dict[str, tuple[str, Change, str]] = {
         "staged", claimed("PIPELINE_SCHEDULE", "zero-bubble"), "imply --pipeline-schedule zero-bubble, which the"),
     "flash attention": ("zero1", claimed("FLASH_ATTENTION", "on"), "the engine was not given --use-flash-attn-v2"),
     "communication that overlaps": ("zero2", claimed("OVERLAP_COMM", "on"), "OVERLAP_COMM is 'on', but the DeepSpeed"),
+    "another number of hardware queues": (
+        "zero1", claimed("CUDA_DEVICE_MAX_CONNECTIONS", "8"),
+        "imply CUDA_DEVICE_MAX_CONNECTIONS=8, but the engine was given CUDA_DEVICE_MAX_CONNECTIONS=1"),
+    "another engine": ("zero1", claimed("ENGINE", "native"), "ENGINE is 'native', but the plan is for 'megatron'"),
     "a setting's argument left out": (
         "zero2", value(PART, "plan", "arguments", "settings", to=lambda words: words[:-2]), "was not given"),
     "an argument without a setting": (
@@ -408,6 +412,9 @@ TAMPERINGS: dict[str, tuple[str, Change, str]] = {
         "native", sub(SAMPLES, r'("time": )(\d+\.\d+)', lambda m: f"{m[1]}{float(m[2]) - DAY}"), "outside the run"),
     "more bytes than the link carries": (
         "gpus", sub(SAMPLES, r'("sent": )([\d.]+)', lambda m: f"{m[1]}{float(m[2]) * 1e4}"), "Mbit/s carry"),
+    "a counter that goes back": (
+        "native", sub(SAMPLES, r'("sent": )([1-9][\d.]*)', lambda m: f"{m[1]}{1e9 - float(m[2])}"),
+        "bytes fewer sent over lo than before"),
     "a GPU that is busy nine times over": (
         "gpus", sub(SAMPLES, '"utilization": 90.0', '"utilization": 900.0'), "busy 900 % of the time"),
     "a GPU with more memory": (
