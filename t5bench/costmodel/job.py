@@ -6,6 +6,7 @@ Sizes are in tokens, layers and elements; names of arguments are those of Megatr
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any
 
 from t5bench.costmodel.schedule import INTERLEAVED, ONE_F_ONE_B, puts_off_weights
@@ -484,7 +485,7 @@ class Job:
             engine=plan.engine,
         )
 
-    @property
+    @cached_property
     def apart(self) -> "Job":
         """The same job with every chunk of the model as the only one of a stage."""
         stage_of_each = replace(self.parallel, pipeline=self.parallel.chunks, virtual_stages=1)

@@ -219,6 +219,8 @@ def _largest(
         own = own_sizes[step.chunk]
         if step.way != "W":
             own -= sizes[step.chunk]
+        if len(sizes) == 1:
+            return own + step.kept[0] * sizes[0] + step.put_off[0] * put_off_sizes[0]
         kept = sum(count * size for count, size in zip(step.kept, sizes, strict=True))
         return own + kept + sum(count * size for count, size in zip(step.put_off, put_off_sizes, strict=True))
 

@@ -148,10 +148,14 @@ def one_f_one_b(
     stages = len(forward)
     orders = [order(stage, stages, micro_batches, chunks, kind) for stage in range(stages)]
     seconds_of_step = [_step_seconds(stage, forward, backward, chunks, kind, weights) for stage in range(stages)]
+    course = _course(stages, micro_batches, chunks, kind)
+    ends = _ends(course, seconds_of_step, transfer)
     slots: list[Slot] = []
-    for stage, ends in enumerate(_ends(orders, seconds_of_step, transfer, chunks)):
-        for (way, micro_batch, chunk), end in zip(orders[stage], ends, strict=True):
-            slots.append(Slot(stage, way, micro_batch, chunk, end - seconds_of_step[stage][way], end))
+    done = [0] * stages
+    for stage, end in zip(course.stages, ends, strict=True):
+        way, micro_batch, chunk = orders[stage][done[stage]]
+        done[stage] += 1
+        slots.append(Slot(stage, way, micro_batch, chunk, end - seconds_of_step[stage][way], end))
     return sorted(slots, key=lambda slot: (slot.start, slot.stage))
 
 
@@ -170,47 +174,99 @@ def _step_seconds(
     return {"F": forward[stage] / chunks, "B": of_inputs / chunks, "W": weights[stage] / chunks}
 
 
-def _ends(
-    orders: Sequence[Sequence[tuple[str, int, int]]],
-    seconds_of_step: Sequence[dict[str, float]],
-    transfer: float,
-    chunks: int,
-) -> list[list[float]]:
-    """For each stage, when each of its steps ends, in their order.
+class Course(NamedTuple):
+    """All steps of all stages, each after those that it waits for: what does not depend on how long a step takes."""
 
-    A step waits for the stage's previous one and, but "W", for the same micro-batch's step in the chunk before it.
-    """
-    stages = len(orders)
+    stages: Sequence[int]
+    """Of each step."""
+    ways: Sequence[int]
+    """Of each step, its place in WAYS."""
+    needs: Sequence[int]
+    """The step of another stage, or of the chunk before, that a step waits for; -1 for none."""
+    is_sent: Sequence[bool]
+    """Whether what it waits for comes from another stage, and takes the time of a transfer."""
+
+
+WAYS = {"F": 0, "B": 1, "W": 2}
+
+
+@lru_cache(maxsize=64)
+def _course(stages: int, micro_batches: int, chunks: int, kind: str) -> Course:
+    """A step waits for the stage's previous one and, but "W", for its micro-batch's step in the chunk before it."""
     last = stages * chunks - 1
-    ends: list[list[float]] = [[] for _ in range(stages)]
-    arrivals: dict[tuple[int, int], float] = {}  # when what a step needs is there, by micro-batch and step
-    free = [0.0] * stages  # when each stage has ended its last step
+    orders = [order(stage, stages, micro_batches, chunks, kind) for stage in range(stages)]
+    done = [0] * stages
+    step_of_arrival: dict[tuple[int, int], int] = {}  # by micro-batch, and place on its way through all chunks and back
+    course = Course([], [], [], [])
     ready = list(range(stages))
     while ready:
         stage = ready.pop()
-        seconds = seconds_of_step[stage]
-        own = ends[stage]
-        end = free[stage]
-        done = len(own)
-        for way, micro_batch, chunk in orders[stage][done:]:
+        before = done[stage]
+        for way, micro_batch, chunk in orders[stage][before:]:
+            need = -1
+            is_sent = False
             if way != "W":
                 place = chunk * stages + stage  # the chunk's place among all chunks of the model
-                step = place if way == "F" else 2 * last + 1 - place  # on the micro-batch's way through them and back
-                if step:
-                    arrives = arrivals.get((micro_batch, step))
-                    if arrives is None:
+                arrival = place if way == "F" else 2 * last + 1 - place
+                if arrival:
+                    need = step_of_arrival.get((micro_batch, arrival), -1)
+                    if need < 0:
                         break
-                    end = max(end, arrives)
-            end += seconds[way]
-            own.append(end)
-            if way != "W":
-                turns_back = step == last  # the last chunk's backward pass follows its own forward pass
-                arrivals[micro_batch, step + 1] = end if turns_back else end + transfer
-        free[stage] = end
-        if len(own) > done:
+                    is_sent = arrival != last + 1  # the last chunk's backward pass follows its own forward pass
+                step_of_arrival[micro_batch, arrival + 1] = len(course.stages)
+            course.stages.append(stage)
+            course.ways.append(WAYS[way])
+            course.needs.append(need)
+            course.is_sent.append(is_sent)
+            done[stage] += 1
+        if done[stage] > before:
             ready.append((stage + 1) % stages)
             ready.append((stage - 1) % stages)
+    return course
+
+
+def _ends(course: Course, seconds_of_step: Sequence[dict[str, float]], transfer: float) -> list[float]:
+    """When each step of the course ends. seconds_of_step: by stage and way."""
+    seconds = [[of_stage.get(way, 0.0) for way in WAYS] for of_stage in seconds_of_step]
+    free = [0.0] * len(seconds)  # when each stage has ended its last step
+    ends: list[float] = []
+    for stage, way, need, is_sent in zip(course.stages, course.ways, course.needs, course.is_sent, strict=True):
+        end = free[stage]
+        if need >= 0:
+            arrives = ends[need] + transfer if is_sent else ends[need]
+            if arrives > end:
+                end = arrives
+        end += seconds[stage][way]
+        free[stage] = end
+        ends.append(end)
     return ends
+
+
+@lru_cache(maxsize=8192)
+def _duration(
+    forward: tuple[float, ...],
+    backward: tuple[float, ...],
+    micro_batches: int,
+    transfer: float,
+    chunks: int,
+    kind: str,
+    weights: tuple[float, ...],
+) -> float:
+    stages = len(forward)
+    if stages == 1:
+        return micro_batches * (forward[0] + backward[0])
+    few = 4 * stages + micro_batches % stages
+    more = few + stages
+    seconds_of_step = [_step_seconds(stage, forward, backward, chunks, kind, weights) for stage in range(stages)]
+
+    def end(simulated: int) -> float:
+        return max(_ends(_course(stages, simulated, chunks, kind), seconds_of_step, transfer))
+
+    if micro_batches <= more:
+        return end(micro_batches)
+    end_of_more = end(more)
+    per_micro_batch = (end_of_more - end(few)) / stages
+    return end_of_more + per_micro_batch * (micro_batches - more)
 
 
 def duration(
@@ -223,23 +279,7 @@ def duration(
     weights: Sequence[float] = (),
 ) -> float:
     """Seconds from the first forward to the last backward; long schedules are extrapolated from their steady state."""
-    stages = len(forward)
-    if stages == 1:
-        return micro_batches * (forward[0] + backward[0])
-    few = 4 * stages + micro_batches % stages
-    more = few + stages
-
-    seconds_of_step = [_step_seconds(stage, forward, backward, chunks, kind, weights) for stage in range(stages)]
-
-    def end(simulated: int) -> float:
-        orders = [order(stage, stages, simulated, chunks, kind) for stage in range(stages)]
-        return max(ends[-1] for ends in _ends(orders, seconds_of_step, transfer, chunks))
-
-    if micro_batches <= more:
-        return end(micro_batches)
-    end_of_more = end(more)
-    per_micro_batch = (end_of_more - end(few)) / stages
-    return end_of_more + per_micro_batch * (micro_batches - more)
+    return _duration(tuple(forward), tuple(backward), micro_batches, transfer, chunks, kind, tuple(weights))
 
 
 def idle_share(

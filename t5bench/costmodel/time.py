@@ -261,15 +261,20 @@ def _further_norms(job: Job, decoder: bool) -> float:
     return NORM_PASSES * elements
 
 
+@lru_cache(maxsize=65536)
+def _of_a_layer(job: Job) -> Job:
+    """Without what a layer's time does not depend on, so that each is computed once."""
+    one_replica = replace(job.parallel, data=1, pipeline=1, split_rank=None)
+    return replace(job, zero=Zero(), global_batch=1, recompute="none", parallel=one_replica)
+
+
 def stage_seconds(job: Job, machine: Machine, stage: int, slower: float = 1.0) -> tuple[Pass, Pass]:
     """A micro-batch's forward and backward on a stage."""
     a = job.architecture
     device = machine.device
     part = stage_of(a, job.parallel, stage)
     rates = _rates(job, device)
-    # What a layer's time does not depend on, so that each is computed once.
-    one_replica = replace(job.parallel, data=1, pipeline=1, split_rank=None)
-    plain = replace(job, zero=Zero(), global_batch=1, recompute="none", parallel=one_replica)
+    plain = _of_a_layer(job)
     forward = backward = core = 0.0
     for is_decoder, layers in ((False, part.encoder_layers), (True, part.decoder_layers)):
         if layers:

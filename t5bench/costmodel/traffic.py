@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain, product
 from math import ceil, log2, prod
+from typing import Any
 
 from t5bench import Problem
 from t5bench.costmodel import buckets
@@ -48,19 +49,23 @@ class Collective:
 @lru_cache(maxsize=16384)
 def collectives_of(job: Job) -> Sequence[Collective]:
     """All collectives of an iteration, except those in groups of one rank."""
-    stages_by_collective: dict[Collective, list[int]] = {}
+    stages_by_collective: dict[tuple[Any, ...], list[int]] = {}  # by its fields but the stages
+    apart = job.apart
     for stage in range(job.parallel.pipeline):
-        counts: Counter[Collective] = Counter()
+        counts: Counter[tuple[Any, ...]] = Counter()
         chunks = job.parallel.chunks_of(stage)
-        tensor_parallel = (collective for chunk in chunks for collective in _tensor_parallel(job.apart, chunk))
+        tensor_parallel = (collective for chunk in chunks for collective in _tensor_parallel(apart, chunk))
         partial = _partial_gradients(job, stage)  # of all chunks together
-        for collective in (*_data_parallel(job, stage), *tensor_parallel, *partial, *_pipeline(job, stage)):
-            if collective.count and collective.bytes:
-                kind = replace(collective, count=0)
-                counts[kind] += collective.count
-        for collective, count in counts.items():
-            stages_by_collective.setdefault(replace(collective, count=count), []).append(stage)
-    return tuple(replace(collective, stages=tuple(stages)) for collective, stages in stages_by_collective.items())
+        for one in (*_data_parallel(job, stage), *tensor_parallel, *partial, *_pipeline(job, stage)):
+            if one.count and one.bytes:
+                counts[one.what, one.group, one.kind, one.bytes, one.when, one.overlap] += one.count
+        for kind, count in counts.items():
+            stages_by_collective.setdefault((kind, count), []).append(stage)
+    found: list[Collective] = []
+    for (kind, count), stages in stages_by_collective.items():
+        what, group, way, size, when, overlap = kind
+        found.append(Collective(what, group, way, count, size, when, overlap, tuple(stages)))
+    return tuple(found)
 
 
 def large_tensors(job: Job, stage: int) -> int:
@@ -589,7 +594,6 @@ def _gloo_messages(collective: Collective, size: int) -> float:
     return collective.count * (segments * _rounds(collective.kind, "gloo") * (size - 1) or 1)
 
 
-@lru_cache(maxsize=4096)
 def paths(
     parallel: Parallel, encoder_decoder: bool, relative: bool = False, copies_of_keys: int = 1
 ) -> Mapping[str, tuple[int, bool, int]]:
@@ -597,17 +601,36 @@ def paths(
 
     What pipelines send goes one way at a time.
     """
+    # Without what groups do not depend on, so that each layout's are followed once.
+    plain = Parallel(
+        tensor=parallel.tensor,
+        pipeline=parallel.pipeline,
+        data=parallel.data,
+        split_rank=parallel.decoder_stage % parallel.pipeline if encoder_decoder else 0,
+        devices_per_node=parallel.devices_per_node,
+        shards=parallel.shards,
+    )
+    if relative:
+        plain = replace(plain, split_rank=parallel.decoder_stage, virtual_stages=parallel.virtual_stages)
+    return _paths(plain, encoder_decoder, relative, copies_of_keys)
+
+
+@lru_cache(maxsize=4096)
+def _paths(
+    parallel: Parallel, encoder_decoder: bool, relative: bool, copies_of_keys: int
+) -> Mapping[str, tuple[int, bool, int]]:
+    per_node = parallel.devices_per_node
     found: dict[str, tuple[int, bool, int]] = {}
     for kind, members_of_groups in groups(parallel, encoder_decoder, relative, copies_of_keys).items():
         way = "send" if kind == "pipeline" else "all-reduce"
-        inside = 0
-        leaving: Counter[int] = Counter()  # rings by the node that they leave
+        inside = False
+        leaving: dict[int, int] = {}  # rings by the node that they leave
         for members in members_of_groups:
             for source, target in neighbours(way, members):
-                node = source // parallel.devices_per_node
-                if node == target // parallel.devices_per_node:
-                    inside += 1
+                node = source // per_node
+                if node == target // per_node:
+                    inside = True
                 else:
-                    leaving[node] += 1
-        found[kind] = (len(members_of_groups[0]), inside > 0, max(leaving.values(), default=0))
+                    leaving[node] = leaving.get(node, 0) + 1
+        found[kind] = (len(members_of_groups[0]), inside, max(leaving.values(), default=0))
     return found
