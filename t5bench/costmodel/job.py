@@ -40,6 +40,8 @@ class Architecture:
     relative_buckets: int = 32
     biases: bool = True  # of the linear layers
     query_biases: bool = False  # of queries, keys and values alone
+    output_biases: bool = False  # of attention's output too, without the feed-forward's
+    ffn_biases: bool = False  # of the feed-forward alone
     head_bias: bool = True  # the output has a bias for every word
     norm: str = "layer"  # weight and bias; or "rms"
     final_norm: bool = True  # each stack ends with one
@@ -520,6 +522,7 @@ def beyond_parts(a: Architecture) -> str:
         "an attention that is merged with the encoder's": a.merged_attention,
         "one norm for attention and feed-forward": a.one_norm,
         "vectors besides its table of words": a.special_words > 0,
+        "biases of attention or of the feed-forward alone": a.output_biases or a.ffn_biases,
         f"a sliding window of {a.window} tokens": 0 < a.window < a.length(bool(a.decoder_layers)),
         f"{a.heads} heads in {a.kv_heads} groups": a.heads % a.kv_heads > 0,
     }

@@ -86,7 +86,7 @@ def _attention(a: Architecture, projections: list[tuple[int, int]], output: tupl
     if a.query_key_norms:
         shapes += 2 * _norm(a, a.head_size)
     shapes.append(output)
-    if a.biases:
+    if a.biases or a.output_biases:
         shapes.append(output[:1])
     return shapes + (_norm(a, a.hidden) if a.post_norms else [])
 
@@ -96,7 +96,7 @@ def _block(a: Architecture, weights: list[tuple[int, int]]) -> list[tuple[int, .
     shapes = _norm(a, a.hidden)
     for weight in weights:
         shapes.append(weight)
-        if a.biases:
+        if a.biases or a.ffn_biases:
             shapes.append(weight[:1])
     return shapes + (_norm(a, a.hidden) if a.post_norms else [])
 

@@ -1,21 +1,33 @@
-"""Models by Transformers' configurations (config.json): decoders and T5.
+"""Models by Transformers' configurations (config.json): decoders, and T5 with its relatives.
 
-What is priced: norms, rotary positions, gates, grouped queries, biases, tied heads, sliding windows. What is not is
-refused. tests/costmodel/test_transformers_config.py compares parameters and FLOPs with the models that transformers
-builds.
+Every key of a known kind is priced, changes nothing, or is refused by its name: what a kind's function reads is priced,
+NOTHING lists what changes neither parameters nor work, and any other key of the library's class must have its default.
+Where a file leaves a key out, the library's class decides (transformers_defaults.py). A key that the class does not
+know is not read by the library either: keys_not_read() names these.
+
+tests/costmodel/test_transformers_config.py compares parameters and FLOPs with the models that transformers builds.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from t5bench.costmodel.job import Architecture
+from t5bench.costmodel.job import TRAINED_KINDS, Architecture
+from t5bench.costmodel.transformers_defaults import DEFAULTS, OF_EVERY_KIND, OTHER_NAMES
 
 Config = Mapping[str, Any]
 LENGTH = 4096
 """Tokens of a sample where nothing else is asked; a model that takes fewer has those."""
+ENCODER_LENGTH = 512
+"""The same of an encoder-decoder, whose relative positions have no end."""
+LLAMA_3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+NEVER = 10**6  # of so many layers, one has global attention
+OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size")
+OF_STATES = ("ssm_cfg", "state_size", "mamba_d_state", "linear_num_value_heads")
 # Transformers' names of activations.
 ACTIVATIONS = {
     "gelu": "gelu",
+    "gelu_python": "gelu",
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_fast": "gelu_tanh",
@@ -23,240 +35,472 @@ ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
 }
-OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size")
-OF_STATES = ("ssm_cfg", "state_size", "mamba_d_state", "linear_num_value_heads")
+# Neither parameters nor work depend on these.
+NOTHING = {
+    # which words are special, and what a program does with the model afterwards
+    "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id", "use_cache", "prefix",
+    "max_length", "min_length", "do_sample", "early_stopping", "num_beams", "temperature", "top_k", "top_p",
+    "typical_p", "repetition_penalty", "length_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size",
+    "bad_words_ids", "num_return_sequences", "output_scores", "return_dict_in_generate", "forced_bos_token_id",
+    "forced_eos_token_id", "remove_invalid_values", "exponential_decay_length_penalty", "suppress_tokens",
+    "begin_suppress_tokens", "num_beam_groups", "diversity_penalty", "output_attentions", "output_hidden_states",
+    "return_dict", "id2label", "label2id", "num_labels", "finetuning_task", "task_specific_params", "problem_type",
+    "tokenizer_class", "tf_legacy_loss", "is_decoder", "chunk_size_feed_forward", "cross_attention_hidden_size",
+    # where the file comes from; the precision of a training is a setting
+    "_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_bfloat16", "_attn_implementation",
+    "_attn_implementation_autoset", "attn_implementation", "model_type", "architectures",
+    # numbers inside of what has the same shape; dropout is a setting
+    "initializer_range", "initializer_factor", "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "rope_theta",
+    "rope_scaling", "rope_parameters", "rope_local_base_freq", "rotary_pct", "rotary_emb_base", "partial_rotary_factor",
+    "pretraining_tp", "attention_dropout", "hidden_dropout", "classifier_dropout", "dropout_rate", "resid_pdrop",
+    "embd_pdrop", "attn_pdrop", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping",
+    "relative_attention_max_distance", "use_parallel_residual", "scale_attn_weights",
+    "scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn",
+    # of GPT-2's heads for other tasks
+    "summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout",
+}  # fmt: skip
+# Of these, what a model's description does not carry: an engine would compute another model with another value.
+COMPUTED = {
+    "partial_rotary_factor": 1.0,
+    "query_pre_attn_scalar": None,
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "scale_attn_weights": True,
+    "scale_attn_by_inverse_layer_idx": False,
+}
+# The class that each kind is priced as, and its former names. Others have another head, or a part of the model alone.
+PRICED = {
+    "llama": ("LlamaForCausalLM", "LLaMAForCausalLM"),
+    "mistral": ("MistralForCausalLM",),
+    "qwen2": ("Qwen2ForCausalLM",),
+    "qwen3": ("Qwen3ForCausalLM",),
+    "gemma": ("GemmaForCausalLM",),
+    "gemma2": ("Gemma2ForCausalLM",),
+    "gemma3_text": ("Gemma3ForCausalLM",),
+    "gpt_neox": ("GPTNeoXForCausalLM",),
+    "gpt2": ("GPT2LMHeadModel",),
+    "phi": ("PhiForCausalLM",),
+    "t5": ("T5ForConditionalGeneration", "T5WithLMHeadModel"),
+    "mt5": ("MT5ForConditionalGeneration",),
+}
+
+
+class Values:
+    """What a configuration says, with the defaults of its class; it knows what was asked for.
+
+    Its methods raise ValueError for a value that no such model has.
+    """
+
+    def __init__(self, config: Config, kind: str) -> None:
+        self.config = config
+        self.kind = kind
+        self.defaults = DEFAULTS[kind]
+        self.other_names = OTHER_NAMES[kind]
+        self.read: set[str] = set()
+
+    def of(self, key: str) -> Any:
+        """The file's value, else the class's default; None for a key that is in neither."""
+        self.read.add(key)
+        for other, own in self.other_names.items():
+            if own == key and other in self.config:  # the class sets these last
+                self.read.add(other)
+                return self.config[other]
+        return self.config.get(key, self.defaults.get(key, OF_EVERY_KIND.get(key)))
+
+    def number(self, key: str, otherwise: int | None = None, least: int = 1) -> int:
+        """otherwise: what null stands for, and the lack of a key that the class does not have."""
+        value = self.of(key)
+        if value is None and otherwise is not None:
+            return otherwise
+        is_whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+        if isinstance(value, bool) or not is_whole or value < least:
+            raise ValueError(f"{key} must be a whole number of at least {least}, and is {_shown(value)}")
+        return int(value)
+
+    def decimal(self, key: str) -> float:
+        value = self.of(key)
+        if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+            raise ValueError(f"{key} must be a number, and is {_shown(value)}")
+        return float(value)
+
+    def flag(self, key: str) -> bool:
+        value = self.of(key)
+        if not isinstance(value, bool):
+            raise ValueError(f"{key} must be true or false, and is {_shown(value)}")
+        return value
+
+    def activation(self, key: str) -> str:
+        value = self.of(key)
+        if value not in ACTIVATIONS:
+            raise ValueError(f"{key} is {_shown(value)}, which the cost model cannot price; it knows: {_KNOWN}")
+        return ACTIVATIONS[value]
+
+
+_KNOWN = " ".join(ACTIVATIONS)
+
+
+def _shown(value: Any) -> str:
+    return "null" if value is None else repr(value)
 
 
 def architecture_of(config: Config, length: int = 0, decoder_length: int = 0) -> Architecture:
-    """The model of a configuration. Raises ValueError for one that the cost model cannot price.
+    """The model of a configuration. Raises ValueError, which names the key, for one that cannot be priced.
 
     length: tokens of a sample, of an encoder-decoder those of the encoder; 0: LENGTH, or the most that the model takes.
     decoder_length: of an encoder-decoder; 0: as many.
     """
+    kind = _kind(config)
+    values = Values(config, kind)
+    if kind in ENCODER_DECODERS:
+        found = _t5(values, length, decoder_length)
+    else:
+        if decoder_length:
+            raise ValueError(f"'{kind}' is a decoder alone: its samples have one length")
+        found = DECODERS[kind](values, length)
+    if found.heads % found.kv_heads:
+        raise ValueError(f"{found.heads} heads of queries cannot share {found.kv_heads} of keys")
+    _refuse_others(values)
+    for key, usual in COMPUTED.items():
+        value = config.get(key, values.defaults.get(key, usual))
+        if value != usual and key not in values.read and kind in TRAINED_KINDS:
+            return replace(found, kind=f"{kind} with {key}={value}")
+    return found
+
+
+def class_of(config: Config) -> str:
+    """The library's class that a configuration is priced as. Raises ValueError."""
+    return PRICED[_kind(config)][0]
+
+
+def keys_not_read(config: Config) -> list[str]:
+    """Keys that the library's class does not know, so that its model is the same without them. Raises ValueError."""
+    kind = _kind(config)
+    known = DEFAULTS[kind].keys() | OTHER_NAMES[kind].keys() | OF_EVERY_KIND.keys() | NOTHING | FURTHER.get(kind, set())
+    return sorted(config.keys() - known)
+
+
+def _kind(config: Config) -> str:
+    """The model's type. Raises ValueError where the cost model does not know it, or not with this head."""
     kind = str(config.get("model_type", ""))
-    if any(config.get(name) for name in OF_EXPERTS):
-        raise ValueError(f"'{kind}' has experts, which the cost model cannot price")
-    if any(config.get(name) for name in OF_STATES):
-        raise ValueError(f"'{kind}' has layers with a state, which the cost model cannot price")
-    if kind in ("t5", "mt5"):
-        return _t5(config, length, decoder_length)
-    if kind not in DECODERS:
-        known = " ".join((*DECODERS, "t5", "mt5"))
+    for names, what in ((OF_EXPERTS, "experts"), (OF_STATES, "layers with a state")):
+        given = next((name for name in names if config.get(name)), "")
+        if given:
+            raise ValueError(f"'{kind}' has {what} ({given}), which the cost model cannot price")
+    if kind not in PRICED:
+        known = " ".join(PRICED)
         raise ValueError(f"the cost model does not know models of the type '{kind}'; it knows: {known}")
-    return DECODERS[kind](config, length)
+    if config.get("quantization_config"):
+        raise ValueError("quantization_config: what is trained here are whole weights")
+    named = config.get("architectures") or []
+    others = [str(name) for name in (named if isinstance(named, list) else [named]) if name not in PRICED[kind]]
+    if others:
+        found = f"architectures names {' '.join(others)}, which has another head or not all parts"
+        raise ValueError(f"{found}; the cost model prices {PRICED[kind][0]}")
+    return kind
 
 
-def _decoder(config: Config, length: int, **different: Any) -> Architecture:
+def _refuse_others(values: Values) -> None:
+    """Raises ValueError for a key of the library's class that was not priced and is not at its default."""
+    usual = {**OF_EVERY_KIND, **values.defaults}
+    for key, value in values.config.items():
+        own = values.other_names.get(key, key)
+        if own in values.read or key in values.read or key in NOTHING or own not in usual:
+            continue
+        if value != usual[own] and (value or usual[own]):  # an empty list, null and false say the same
+            raise ValueError(f"{key} is {_shown(value)}, which the cost model cannot price")
+
+
+def _decoder(values: Values, length: int, **different: Any) -> Architecture:
     """As a Llama, but for what is different."""
-    hidden = int(config["hidden_size"])
-    heads = int(config["num_attention_heads"])
-    values: dict[str, Any] = {
+    hidden = values.number("hidden_size")
+    heads = values.number("num_attention_heads")
+    same: dict[str, Any] = {
         "encoder_layers": 0,
-        "decoder_layers": int(config["num_hidden_layers"]),
+        "decoder_layers": values.number("num_hidden_layers"),
         "hidden": hidden,
         "heads": heads,
-        "head_size": int(config.get("head_dim") or hidden // heads),
-        "ffn": int(config["intermediate_size"]),
         "encoder_length": 0,
-        "decoder_length": _length(config.get("max_position_embeddings"), length),
-        "padded_vocabulary": int(config["vocab_size"]),
+        "decoder_length": _length(values.number("max_position_embeddings"), length),
+        "padded_vocabulary": values.number("vocab_size"),
         "family": "gpt",
-        "kv_heads": int(config.get("num_key_value_heads") or heads),
         "gated": True,
-        "activation": activation_of(config.get("hidden_act", "silu")),
-        "tied": bool(config.get("tie_word_embeddings", False)),
+        "tied": values.flag("tie_word_embeddings"),
         "positions": "rotary",
         "biases": False,
         "head_bias": False,
         "norm": "rms",
-        "kind": str(config.get("model_type", "")),
-        "norm_epsilon": float(config.get("rms_norm_eps", 1e-6)),
-        **_rotary(config),
+        **_rotary(values),
         "initial": "plain",
-        "initial_std": float(config.get("initializer_range", 0.02)),
+        "initial_std": values.decimal("initializer_range"),
     }
-    return Architecture(**(values | different))
+    architecture = {**same, **different}
+    architecture.setdefault("head_size", hidden // heads)
+    return Architecture(**architecture)
 
 
-def activation_of(name: Any) -> str:
-    if name not in ACTIVATIONS:
-        raise ValueError(f"its activation is '{name}', which is not one of: {' '.join(ACTIVATIONS)}")
-    return ACTIVATIONS[name]
+def _rotary(values: Values) -> dict[str, Any]:
+    """Base and scaling of rotary positions; newer configurations have both in rope_parameters.
+
+    No cost depends on them. A way of scaling that no engine here computes becomes part of the kind.
+    """
+    given = values.of("rope_parameters") or values.of("rope_scaling") or {}
+    if not isinstance(given, Mapping):
+        raise ValueError(f"rope_scaling must be an object, and is {_shown(given)}")
+    scaling = dict(given)
+    base = scaling.get("rope_theta") or values.of("rope_theta") or 10000.0
+    way = str(scaling.get("rope_type") or scaling.get("type") or "default")
+    names = {"default": (), "linear": ("factor",), "llama3": LLAMA_3}.get(way)
+    kind = values.kind
+    if names is None:
+        kind = f"{kind} with rotary positions scaled by {way}"
+    lacking = [name for name in names or () if name not in scaling]
+    if lacking:
+        raise ValueError(f"rope_scaling of the type '{way}' lacks {' '.join(lacking)}")
+    numbers = tuple(float(scaling[name]) for name in names or ())
+    return {"kind": kind, "rotary_base": float(base), "rotary_scaling": numbers}
 
 
-def _rotary(config: Config) -> dict[str, Any]:
-    """Base and scaling of rotary positions; newer configurations have both in rope_parameters."""
-    scaling = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    base = scaling.get("rope_theta") or config.get("rope_theta") or 10000.0
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    numbers: tuple[float, ...] = ()
-    if kind == "linear":
-        numbers = (float(scaling["factor"]),)
-    elif kind == "llama3":
-        names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-        numbers = tuple(float(scaling[name]) for name in names)
-    elif kind != "default":
-        raise ValueError(f"its rotary positions are scaled in a way that is not supported: '{kind}'")
-    return {"rotary_base": float(base), "rotary_scaling": numbers}
+def _sizes(values: Values, none_is_all: bool = True) -> dict[str, Any]:
+    """What most kinds call by the same names. none_is_all: whether null stands for as many keys as queries."""
+    heads = values.number("num_attention_heads")
+    return {
+        "ffn": values.number("intermediate_size"),
+        "kv_heads": values.number("num_key_value_heads", heads if none_is_all else None),
+        "activation": values.activation("hidden_act"),
+        "norm_epsilon": values.decimal("rms_norm_eps"),
+    }
 
 
-def _length(most: Any, asked: int) -> int:
-    most = int(most or LENGTH)
+def _head_size(values: Values) -> int:
+    """Of a kind whose head size is the heads' part of the hidden size unless the file has another."""
+    return values.number("head_dim", values.number("hidden_size") // values.number("num_attention_heads"))
+
+
+def _length(most: int, asked: int) -> int:
     if asked > most:
-        raise ValueError(f"the model takes {most} tokens, fewer than {asked}")
+        raise ValueError(f"the model takes {most} tokens (max_position_embeddings), fewer than {asked}")
     return asked or min(LENGTH, most)
 
 
-def _llama(config: Config, length: int) -> Architecture:
-    biases = bool(config.get("attention_bias", False))
-    if biases != bool(config.get("mlp_bias", False)):
-        raise ValueError("its attention has biases and its FFN has none, or the other way round")
-    return _decoder(config, length, biases=biases)
+def _llama(values: Values, length: int) -> Architecture:
+    biases = _biases(values.flag("attention_bias"), values.flag("mlp_bias"))
+    return _decoder(values, length, **_sizes(values), head_size=_head_size(values), **biases)
 
 
-def _mistral(config: Config, length: int) -> Architecture:
-    return _decoder(config, length, window=int(config.get("sliding_window") or 0), global_every=NEVER)
+def _biases(of_attention: bool, of_ffn: bool) -> dict[str, bool]:
+    return {
+        "biases": of_attention and of_ffn,
+        "query_biases": of_attention and not of_ffn,
+        "output_biases": of_attention and not of_ffn,
+        "ffn_biases": of_ffn and not of_attention,
+    }
 
 
-def _qwen2(config: Config, length: int) -> Architecture:
-    return _decoder(config, length, query_biases=True, **_qwens_window(config))
+def _mistral(values: Values, length: int) -> Architecture:
+    window = {"window": values.number("sliding_window", 0, least=0), "global_every": NEVER}
+    return _decoder(values, length, **_sizes(values), head_size=_head_size(values), **window)
 
 
-def _qwen3(config: Config, length: int) -> Architecture:
-    if config.get("attention_bias"):
-        raise ValueError("its attention has biases and its FFN has none")
-    return _decoder(config, length, query_key_norms=True, **_qwens_window(config))
+def _qwen2(values: Values, length: int) -> Architecture:
+    window = _qwens_window(values)
+    return _decoder(values, length, **_sizes(values), head_size=_head_size(values), query_biases=True, **window)
 
 
-def _qwens_window(config: Config) -> dict[str, int]:
-    """Layers from max_window_layers on have a window, where it is used at all."""
-    if not config.get("use_sliding_window"):
-        return {}
-    if int(config.get("max_window_layers", 0)):
-        raise ValueError("only its last layers have a sliding window, which the cost model cannot price")
-    return {"window": int(config["sliding_window"]), "global_every": NEVER}
-
-
-NEVER = 10**6  # of so many layers, one has global attention
-
-
-def _gemma(config: Config, length: int) -> Architecture:
-    tied = bool(config.get("tie_word_embeddings", True))
-    return _decoder(config, length, activation="gelu", tied=tied, head_size=int(config.get("head_dim", 256)))
-
-
-def _gemma2(config: Config, length: int, every: int = 2, query_key_norms: bool = False) -> Architecture:
+def _qwen3(values: Values, length: int) -> Architecture:
     return _decoder(
-        config,
+        values,
         length,
-        activation="gelu",
-        tied=bool(config.get("tie_word_embeddings", True)),
-        head_size=int(config.get("head_dim", 256)),
+        **_sizes(values),
+        head_size=values.number("head_dim"),
+        **_biases(values.flag("attention_bias"), False),
+        query_key_norms=True,
+        **_qwens_window(values),
+    )
+
+
+def _qwens_window(values: Values) -> dict[str, int]:
+    """Layers from max_window_layers on have a window, where it is used at all."""
+    layers = values.number("num_hidden_layers")
+    first = values.number("max_window_layers", least=0)
+    types = _layer_types(
+        values, ["full_attention" if layer < first else "sliding_attention" for layer in range(layers)]
+    )
+    size = values.number("sliding_window", 0, least=0)
+    if not values.flag("use_sliding_window") or not size:
+        return {}
+    return _window(types, size)
+
+
+def _layer_types(values: Values, usual: Sequence[str]) -> Sequence[str]:
+    types = values.of("layer_types")
+    if types is None:
+        return usual
+    if not isinstance(types, list) or len(types) != len(usual):
+        raise ValueError(f"layer_types must be a list of {len(usual)} types")
+    return [str(each) for each in types]
+
+
+def _window(types: Sequence[str], size: int) -> dict[str, int]:
+    """Local attention in some layers: in none, in all, or in all but every n-th."""
+    unknown = set(types) - {"full_attention", "sliding_attention"}
+    if unknown:
+        raise ValueError(f"layer_types has '{min(unknown)}', which the cost model cannot price")
+    if "sliding_attention" not in types or not size:
+        return {}
+    if "full_attention" not in types:
+        return {"window": size, "global_every": NEVER}
+    every = types.index("full_attention") + 1
+    expected = ["full_attention" if (layer + 1) % every == 0 else "sliding_attention" for layer in range(len(types))]
+    if list(types) != expected:
+        raise ValueError("layer_types (or max_window_layers) has windows in a pattern that the cost model cannot price")
+    return {"window": size, "global_every": every}
+
+
+def _gemma(values: Values, length: int) -> Architecture:
+    values.of("hidden_activation")  # which the library does not use
+    biases = _biases(values.flag("attention_bias"), False)
+    sizes = _sizes(values, none_is_all=False)
+    return _decoder(values, length, **sizes, head_size=values.number("head_dim"), **biases)
+
+
+def _gemma2(values: Values, length: int, every: int = 2, query_key_norms: bool = False) -> Architecture:
+    layers = values.number("num_hidden_layers")
+    usual = ["full_attention" if (layer + 1) % every == 0 else "sliding_attention" for layer in range(layers)]
+    size = values.number("sliding_window", 0, least=0)
+    return _decoder(
+        values,
+        length,
+        ffn=values.number("intermediate_size"),
+        kv_heads=values.number("num_key_value_heads"),
+        head_size=values.number("head_dim"),
+        activation=values.activation("hidden_activation"),
+        **_biases(values.flag("attention_bias"), False),
+        norm_epsilon=values.decimal("rms_norm_eps"),
         post_norms=True,
         query_key_norms=query_key_norms,
-        window=int(config.get("sliding_window") or 0),
-        global_every=every,
+        **_window(_layer_types(values, usual), size),
     )
 
 
-def _gemma3(config: Config, length: int) -> Architecture:
-    every = int(config.get("sliding_window_pattern") or config.get("_sliding_window_pattern") or 6)
-    return _gemma2(config, length, every, query_key_norms=True)
+def _gemma3(values: Values, length: int) -> Architecture:
+    every = values.number("sliding_window_pattern", 6)
+    return _gemma2(values, length, every, query_key_norms=True)
 
 
-def _gpt_neox(config: Config, length: int) -> Architecture:
-    if not config.get("attention_bias", True):
-        raise ValueError("its FFN has biases and its attention has none")
-    columns = int(int(config["hidden_size"]) // int(config["num_attention_heads"]) * config.get("rotary_pct", 0.25))
+def _gpt_neox(values: Values, length: int) -> Architecture:
+    head_size, rest = divmod(values.number("hidden_size"), values.number("num_attention_heads"))
+    if rest:
+        raise ValueError("num_attention_heads does not divide hidden_size")
+    base = values.of("rope_theta") or values.of("rotary_emb_base")
+    values.of("partial_rotary_factor")  # the class's second name for rotary_pct
     return _decoder(
-        config,
+        values,
         length,
+        ffn=values.number("intermediate_size"),
+        activation=values.activation("hidden_act"),
+        **_biases(values.flag("attention_bias"), True),
         gated=False,
-        kv_heads=int(config["num_attention_heads"]),
-        activation=activation_of(config.get("hidden_act", "gelu")),
+        norm="layer",
+        norm_epsilon=values.decimal("layer_norm_eps"),
+        parallel_residual=values.flag("use_parallel_residual"),
+        rotary_columns=int(head_size * values.decimal("rotary_pct")),
+        rotary_base=float(base),
+    )
+
+
+def _phi(values: Values, length: int) -> Architecture:
+    return _decoder(
+        values,
+        length,
+        ffn=values.number("intermediate_size"),
+        kv_heads=values.number("num_key_value_heads", values.number("num_attention_heads")),
+        activation=values.activation("hidden_act"),
+        head_size=_head_size(values),
+        norm_epsilon=values.decimal("layer_norm_eps"),
+        query_key_norms=values.flag("qk_layernorm"),
+        gated=False,
         biases=True,
         norm="layer",
-        norm_epsilon=float(config.get("layer_norm_eps", 1e-5)),
-        parallel_residual=bool(config.get("use_parallel_residual", True)),
-        rotary_columns=columns,
-        rotary_base=float(config.get("rope_theta") or config.get("rotary_emb_base") or 10000.0),
+        one_norm=True,
+        head_bias=True,
     )
 
 
-def _phi(config: Config, length: int) -> Architecture:
-    return _decoder(
-        config, length, gated=False, activation="gelu", biases=True, norm="layer", one_norm=True, head_bias=True
-    )
-
-
-def _gpt2(config: Config, length: int) -> Architecture:
-    hidden = int(config["n_embd"])
-    rows = int(config.get("n_positions", 1024))
-    renamed = {
-        "hidden_size": hidden,
-        "num_attention_heads": config["n_head"],
-        "num_hidden_layers": config["n_layer"],
-        "intermediate_size": config.get("n_inner") or 4 * hidden,
-        "vocab_size": config["vocab_size"],
-        "max_position_embeddings": rows,
-    }
-    return _decoder(
-        renamed,
-        length,
-        gated=False,
-        activation=activation_of(config.get("activation_function", "gelu_new")),
-        tied=bool(config.get("tie_word_embeddings", True)),
+def _gpt2(values: Values, length: int) -> Architecture:
+    hidden = values.number("n_embd")
+    heads = values.number("n_head")
+    rows = values.number("n_positions")
+    if hidden % heads:
+        raise ValueError("n_head does not divide n_embd")
+    return Architecture(
+        encoder_layers=0,
+        decoder_layers=values.number("n_layer"),
+        hidden=hidden,
+        heads=heads,
+        head_size=hidden // heads,
+        ffn=values.number("n_inner", 4 * hidden),
+        encoder_length=0,
+        decoder_length=_length(rows, length),
+        padded_vocabulary=values.number("vocab_size"),
+        family="gpt",
+        activation=values.activation("activation_function"),
+        tied=values.flag("tie_word_embeddings"),
         positions="learned",
         position_rows=rows,
         biases=True,
-        norm="layer",
+        head_bias=False,
         kind="gpt2",
-        norm_epsilon=float(config.get("layer_norm_epsilon", 1e-5)),
+        norm_epsilon=values.decimal("layer_norm_epsilon"),
         initial="scaled",
-        initial_std=float(config.get("initializer_range", 0.02)),
+        initial_std=values.decimal("initializer_range"),
     )
 
 
-def _t5(config: Config, length: int, decoder_length: int) -> Architecture:
-    kind = str(config["model_type"])
-    feed_forward = str(config.get("feed_forward_proj", "relu" if kind == "t5" else "gated-gelu"))
-    gate, _, activation = feed_forward.rpartition("-")
-    if gate not in ("", "gated"):
-        raise ValueError(f"its feed-forward is '{feed_forward}', which is not supported")
-    activation = "gelu_new" if feed_forward == "gated-gelu" else activation
-    tied = bool(config.get("tie_word_embeddings", kind == "t5"))
-    heads = int(config["num_heads"])
-    layers = int(config["num_layers"])
-    encoder_length = length or 512
+def _t5(values: Values, length: int, decoder_length: int) -> Architecture:
+    feed_forward = str(values.of("feed_forward_proj"))
+    words = feed_forward.split("-")
+    if len(words) > 2 or (len(words) == 2 and words[0] != "gated"):
+        raise ValueError(f"feed_forward_proj is '{feed_forward}': neither an activation nor gated-{{activation}}")
+    activation = "gelu_new" if feed_forward == "gated-gelu" else words[-1]
+    if values.of("dense_act_fn") is not None:  # what the class has derived, it reads back from its own files
+        activation = values.of("dense_act_fn")
+    is_gated = values.flag("is_gated_act") if values.of("is_gated_act") is not None else len(words) == 2
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"feed_forward_proj is '{feed_forward}', which the cost model cannot price")
+    encoder_length = length or ENCODER_LENGTH
+    layers = values.number("num_layers")
+    tied = values.flag("tie_word_embeddings")
+    # The class sets this before it reads other names of the number of layers.
+    own_layers = values.config.get("num_layers", values.defaults["num_layers"])
     return Architecture(
         encoder_layers=layers,
-        decoder_layers=int(config.get("num_decoder_layers") or layers),
-        hidden=int(config["d_model"]),
-        heads=heads,
-        head_size=int(config["d_kv"]),
-        ffn=int(config["d_ff"]),
+        decoder_layers=values.number("num_decoder_layers", own_layers),
+        hidden=values.number("d_model"),
+        heads=values.number("num_heads"),
+        head_size=values.number("d_kv"),
+        ffn=values.number("d_ff"),
         encoder_length=encoder_length,
         decoder_length=decoder_length or encoder_length,
-        padded_vocabulary=int(config["vocab_size"]),
-        gated=gate == "gated",
-        activation=activation_of(activation),
+        padded_vocabulary=values.number("vocab_size"),
+        gated=is_gated,
+        activation=ACTIVATIONS[activation],
         tied=tied,
         positions="relative",
-        relative_buckets=int(config.get("relative_attention_num_buckets", 32)),
+        relative_buckets=values.number("relative_attention_num_buckets"),
         biases=False,
         head_bias=False,
         norm="rms",
-        kind=kind,
-        norm_epsilon=float(config.get("layer_norm_epsilon", 1e-6)),
-        relative_distance=int(config.get("relative_attention_max_distance", 128)),
+        kind=values.kind,
+        norm_epsilon=values.decimal("layer_norm_epsilon"),
+        relative_distance=values.number("relative_attention_max_distance"),
         scaled_scores=False,
         scaled_head=tied,
         initial="t5",
-        initial_std=float(config.get("initializer_factor", 1.0)),
+        initial_std=values.decimal("initializer_factor"),
     )
 
 
-DECODERS: Mapping[str, Callable[[Config, int], Architecture]] = {
+DECODERS: Mapping[str, Callable[[Values, int], Architecture]] = {
     "llama": _llama,
     "mistral": _mistral,
     "qwen2": _qwen2,
@@ -267,4 +511,13 @@ DECODERS: Mapping[str, Callable[[Config, int], Architecture]] = {
     "gpt_neox": _gpt_neox,
     "gpt2": _gpt2,
     "phi": _phi,
+}
+ENCODER_DECODERS = ("t5", "mt5")
+# Keys that a kind's model reads although its class does not have them.
+FURTHER = {
+    "qwen2": {"head_dim"},
+    "phi": {"head_dim"},
+    "gemma3_text": {"sliding_window_pattern", "_sliding_window_pattern"},
+    "t5": {"dense_act_fn", "is_gated_act"},
+    "mt5": {"dense_act_fn", "is_gated_act"},
 }
