@@ -14,6 +14,10 @@ from typing import Any, TextIO
 
 from t5bench.inherited import open_missing_streams
 
+# The one name of the time in which a device has nothing to do because Python has not started its next operator, whether
+# it is measured or predicted.
+WAITING_FOR_HOST = "waiting for the host"
+
 # Colour and weight (SGR) move nothing, hide nothing that was written before, and ask the terminal for nothing. Then: C0
 # and C1 controls, line separators, marks that reverse or hide text, and bytes that are no UTF-8.
 _CONTROL = re.compile(

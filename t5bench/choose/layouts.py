@@ -19,7 +19,7 @@ from t5bench.choose.asked import (
     link_of,
     settings_left_out,
 )
-from t5bench.choose.predict import range_text
+from t5bench.choose.predict import range_text, words_of_limit
 from t5bench.choose.space import Candidate, Space, as_fast, best_to_run, losers, not_told_apart, pareto, shown_first
 from t5bench.costmodel.machine import DEVICES, GIB
 from t5bench.costmodel.prediction import with_link
@@ -135,7 +135,7 @@ def show(gpus: int, candidates: Sequence[Candidate], args: argparse.Namespace) -
             "MFU": mfu_text(candidate),
             "GiB": candidate.memory_bytes / GIB,
             "fits": candidate.fit,
-            "limited by": candidate.limit,
+            "limited by": words_of_limit(candidate.limit),
             "front": "*" if candidate in front else "",
             "engine": candidate.job.engine,
             "can run": candidate.missing or "yes",

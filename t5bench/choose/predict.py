@@ -34,6 +34,7 @@ from t5bench.plan.launchers import all_declarations, declarations, with_slurm_ho
 from t5bench.plan.planner import plan
 from t5bench.printed_table import table
 from t5bench.record.plan import Plan, Strategy
+from t5bench.text import WAITING_FOR_HOST
 
 if TYPE_CHECKING:
     from t5bench.compare.rows import Row
@@ -344,6 +345,11 @@ def regrets(entries: Sequence[Entry]) -> list[str]:
     return sentences
 
 
+def words_of_limit(limit: str) -> str:
+    """What limits a prediction, as a table says it."""
+    return WAITING_FOR_HOST if limit == "host" else limit
+
+
 def range_text(interval: tuple[float, float] | None, unit: float = 1.0) -> str:
     """An interval in few characters; "" for none."""
     return f"{interval[0] / unit:.3g}-{interval[1] / unit:.3g}" if interval else ""
@@ -395,7 +401,7 @@ def _cost(entry: Entry) -> dict[str, str | float]:
         cells["TFLOP/s"] = prediction.tflops
         if prediction.mfu is not None:
             cells["MFU"] = f"{prediction.mfu:.1%}"
-    cells["limited by"] = prediction.limit
+    cells["limited by"] = words_of_limit(prediction.limit)
     for quantity, (measured, expected) in entry.compared().items():
         cells[f"{quantity} measured"] = measured
         cells[f"{quantity} off"] = f"{expected / measured - 1:+.1%}"

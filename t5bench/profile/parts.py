@@ -9,6 +9,7 @@ from msgspec import Meta, Struct
 from t5bench.record.files import read
 from t5bench.record.log import Amount, Count
 from t5bench.record.reader import decoded
+from t5bench.text import WAITING_FOR_HOST
 
 HOST = "host gaps"
 FORWARD = "forward"
@@ -26,7 +27,7 @@ AXES = ("data parallel", "tensor parallel", "pipeline parallel", "ZeRO's gathers
 SENDING = {axis: f"communication: {axis}" for axis in AXES}
 # How a sentence describes the time that a part takes.
 DOING = {
-    HOST: "between operators, where the device waits for Python",
+    HOST: WAITING_FOR_HOST,
     FORWARD: "in the forward pass",
     BACKWARD: "in the backward pass",
     RECOMPUTATION: "computing activations again",
@@ -41,6 +42,13 @@ DOING = {
 } | {sending: f"in {axis} communication" for axis, sending in SENDING.items()}
 DOING |= {SENDING[AXES[3]]: "in ZeRO's gathers", SENDING[AXES[4]]: "in communication of all ranks"}
 PARTS = tuple(DOING)
+
+
+def named(part: str) -> str:
+    """A part, measured or predicted, as a picture or a table calls it; files have shorter names."""
+    return WAITING_FOR_HOST if part in (HOST, "host") else part
+
+
 MOST_TOLD = 3
 ROUNDED = 1.01  # of the iteration: the most that its parts, each of them rounded, add up to
 

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from t5bench.compare.comparison import Comparison
 from t5bench.compare.parity import curve, losses_beside
 from t5bench.compare.rows import Row
-from t5bench.profile.parts import PARTS, Profile, RankRecord
+from t5bench.profile.parts import PARTS, Profile, RankRecord, named
 from t5bench.record.run import Run
 from t5bench.report.tables import duration_text, is_on_loopback, mark, named_rows, predicted_bytes, profile_of
 from t5bench.text import processes
@@ -181,7 +181,7 @@ def _stacked(name: str, parts: Mapping[str, float]) -> Iterator[Series]:
         end = start + size
         if size:
             colour = COLOURS[number % len(COLOURS)]
-            yield Series(name, "bar", [((start, end), name)], colour=colour, label=part)
+            yield Series(name, "bar", [((start, end), name)], colour=colour, label=named(part))
         start = end
 
 
@@ -350,7 +350,7 @@ def _timeline_of(name: str, rank: RankRecord, steps: int) -> Iterator[Series]:
         points.setdefault(part, []).append(((start, end), line))
     for part, of_part in points.items():
         colour = COLOUR_OF.get(part, LEFT_OUT)
-        yield Series(name, "stretch", of_part, colour=colour, label=part)
+        yield Series(name, "stretch", of_part, colour=colour, label=named(part))
 
 
 def _stretches(rank: RankRecord, steps: int) -> Iterator[tuple[str, float, float]]:

@@ -19,13 +19,13 @@ from t5bench.compare.comparison import Comparison
 from t5bench.compare.parity import DIFFERENT, EQUAL
 from t5bench.compare.rows import Row, limits
 from t5bench.profile.explain import Explanation
-from t5bench.profile.parts import DOING, PARTS
+from t5bench.profile.parts import DOING, PARTS, Profile, shares
 from t5bench.record.files import RecordError
 from t5bench.record.run import Run
 from t5bench.record.status import COMPLETE
 from t5bench.report import picture, tables
 from t5bench.report.drawing import drawings, styles
-from t5bench.report.figures import LONGEST_NAME, Rows, all_figures, best, mean_parts, rows_of
+from t5bench.report.figures import LONGEST_NAME, Rows, all_figures, best, rows_of
 from t5bench.text import processes
 
 HERE = Path(__file__).parent
@@ -35,7 +35,6 @@ MOST_EXPLAINED = 32
 # In the figures, and in those that take many points: the most that MOST_BYTES has room for is taken.
 MOST_ROWS = ((64, 16), (32, 8), (32, 4), (16, 4), (16, 2), (8, 2))
 DIGITS = 6
-SLOWER = 1.05  # times as long as the fastest: what differs by less needs no reason
 MINOR = 15  # columns up to this importance stand in a line below their row
 
 
@@ -108,38 +107,46 @@ def command(run: Run) -> str:
 
 
 def why_slower(rows: Rows) -> list[str]:
-    """Of each strategy's fastest row, what it takes longer for than the fastest with as many processes."""
+    """Of each strategy's fastest row, what it takes longer for than the fastest with as many processes, in their order.
+
+    Nothing of those whose fastest was not profiled. A difference that the headline calls unclear has no reason.
+    """
     timed = {name: row for name, row in rows.items() if row.milliseconds}
     kinds = {(row.strategy, row.run.world_size) for row in timed.values()}
     fastest_rows = best(timed, len(kinds))
     sentences = []
     for size in sorted({row.run.world_size for row in fastest_rows.values()}):
         of_size = {name: row for name, row in fastest_rows.items() if row.run.world_size == size}
-        by_time = sorted(of_size, key=lambda name: of_size[name].milliseconds.median)
-        fastest, *others = by_time
+        fastest, *others = sorted(of_size, key=lambda name: of_size[name].milliseconds.median)
+        if not tables.profile_of(of_size[fastest]):
+            continue
         for name in others:
-            sentences += _comparison_of_profiles(name, of_size[name], fastest, of_size[fastest])
+            sentences.append(_compared_with_the_fastest(name, of_size[name], fastest, of_size[fastest]))
     return sentences
 
 
-def _comparison_of_profiles(name: str, row: Row, fastest_name: str, fastest: Row) -> list[str]:
-    """The part of the iteration in which a row loses most to the fastest; nothing unless both were profiled."""
-    milliseconds = row.milliseconds.median
-    least = fastest.milliseconds.median
-    if milliseconds < SLOWER * least:
-        return []
+def _compared_with_the_fastest(name: str, row: Row, fastest_name: str, fastest: Row) -> str:
+    """How much longer a row takes, and for which part, of the same iteration that the bars divide."""
+    if row.repeats and fastest.repeats:
+        _, ratios = repeats.against_the_fastest({0: fastest.repeats, 1: row.repeats})
+        if any(ratio.low is not None and not repeats.excludes_one(ratio) for ratio in ratios.values()):
+            return f"{name}: no clear difference from {fastest_name}"
+    longer = row.milliseconds.median - fastest.milliseconds.median
+    said = f"{name} takes {tables.duration_text(longer)} longer than {fastest_name}"
     profile = tables.profile_of(row)
-    fastest_profile = tables.profile_of(fastest)
-    if not profile or not fastest_profile:
-        return []
-    parts = mean_parts(profile)
-    fastest_parts = mean_parts(fastest_profile)
+    if not profile:
+        return f"{said}; it was not profiled"
+    parts = _parts_of_iteration(row, profile)
+    fastest_parts = _parts_of_iteration(fastest, tables.profile_of(fastest))
     more = {part: parts[part] - fastest_parts[part] for part in PARTS}
     slowest_part = max(PARTS, key=more.__getitem__)
-    return [
-        f"{name} takes {tables.duration_text(milliseconds - least)} longer than {fastest_name}; "
-        f"the profiled iteration spends {tables.duration_text(more[slowest_part])} more {DOING[slowest_part]}"
-    ]
+    return f"{said}; it spends {tables.duration_text(more[slowest_part])} more {DOING[slowest_part]}"
+
+
+def _parts_of_iteration(row: Row, profile: Profile) -> dict[str, float]:
+    """Milliseconds of each part in the median iteration, which is shorter than the one that was profiled."""
+    share_of = shares(profile.ranks)
+    return {part: row.milliseconds.median * share_of[part] for part in PARTS}
 
 
 def why(run: Run) -> list[str]:

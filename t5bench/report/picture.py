@@ -13,6 +13,7 @@ from t5bench.compare.statistics import Estimate
 from t5bench.profile.parts import AXES, BACKWARD, BUBBLE, FORWARD, HOST, RECOMPUTATION, SENDING, STEP, WAITING, shares
 from t5bench.report.figures import Rows, best
 from t5bench.report.tables import duration_text, estimate_text, mark, profile_of
+from t5bench.text import WAITING_FOR_HOST
 
 MOST_BARS = 24
 LONGEST_INTERVAL = 1.5  # times the longest median: an interval may have no end to speak of
@@ -38,7 +39,7 @@ REST = TimeKind("rest", (), "#9a9a9a", "-", "-")
 UNDIVIDED = TimeKind("not profiled", (), "#9a9a9a", "\N{MEDIUM SHADE}", "?")
 KINDS = (
     COMPUTING,
-    TimeKind("waiting for the host", (HOST,), "#e69f00", "\N{LIGHT SHADE}", ":"),
+    TimeKind(WAITING_FOR_HOST, (HOST,), "#e69f00", "\N{LIGHT SHADE}", ":"),
     TimeKind("sending: data parallel", (SENDING[AXES[0]],), "#d55e00", "d", "d"),
     TimeKind("sending: tensor parallel", (SENDING[AXES[1]],), "#aa4466", "t", "t"),
     TimeKind("sending: pipeline", (SENDING[AXES[2]],), "#cc79a7", "p", "p"),

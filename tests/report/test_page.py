@@ -8,6 +8,7 @@ import math
 import re
 import shutil
 import subprocess
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,13 +22,15 @@ from support import REPO_ROOT, STRATEGIES
 
 from t5bench.__main__ import main
 from t5bench.compare.comparison import build
+from t5bench.compare.repeats import Repeat
+from t5bench.compare.statistics import Estimate
 from t5bench.plan.planner import plan
 from t5bench.record.files import write_json
 from t5bench.record.plan import Plan
 from t5bench.record.records import load
 from t5bench.report import picture
 from t5bench.report.figures import COLOUR_OF, all_figures, rows_of, thin
-from t5bench.report.page import MOST_BYTES, command, render
+from t5bench.report.page import MOST_BYTES, command, render, why_slower
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 needs_browser = pytest.mark.skipif(not BROWSER, reason="no chromium to open the page with")
@@ -227,7 +230,7 @@ def test_figures_show_what_is_known(place: Path, page: str):
         for part, stretch in of_rank.items() for rank in range("data loading" not in of_rank, 4, 2)
     }  # fmt: skip
     assert "% of each iteration " in page and "data loading: rank 0 (node0)" in page
-    why = "zero2 takes 50.0 ms longer than zero1; the profiled iteration spends 50.0 ms more in the backward pass."
+    why = "zero2 takes 50.0 ms longer than zero1; it spends 97.0 ms more in the backward pass."
     assert why in page
     front = next(s for s in series["Memory against throughput"] if s["look"] == "line")
     assert front["points"] == sorted(front["points"])
@@ -305,3 +308,43 @@ def test_the_picture_as_text(place: Path):
 def test_a_line_is_thinned_out_without_losing_a_spike():
     points = [(x, 1000.0 * (x == 91)) for x in range(100)]
     assert (91, 1000.0) in thin(points, 10) and len(thin(points, 10)) <= 10 and thin(points, 100) == points
+
+
+def timed(name: str, milliseconds: float, repeats: Sequence[float], parts: dict[str, float] | None) -> SimpleNamespace:
+    """A row as the page explains it. parts: of its profiled iteration, in milliseconds."""
+    profile = None
+    if parts:
+        rank = SimpleNamespace(parts=parts, wall_ms=sum(parts.values()))
+        profile = SimpleNamespace(ranks=[rank])
+    return SimpleNamespace(
+        strategy=name,
+        run=SimpleNamespace(world_size=2),
+        milliseconds=Estimate(milliseconds),
+        is_baseline=name == "ddp",
+        samples_per_second=Estimate(16_000 / milliseconds),
+        repeats=[Repeat(float(number), f"{name}{number}", speed) for number, speed in enumerate(repeats)],
+        profile=profile,
+    )
+
+
+def test_what_the_headline_calls_unclear_has_no_reason_and_no_row_is_skipped(monkeypatch: pytest.MonkeyPatch):
+    """And the parts are of the same iteration as the bars', not of the slower one that was profiled."""
+    monkeypatch.setattr("t5bench.report.tables.profile_of", lambda row: row.profile)
+    rows = {
+        "ddp": timed("ddp", 100.0, [160.0, 161.0, 159.0], {"forward": 100, "host gaps": 100}),
+        "zero1": timed("zero1", 108.0, [170.0, 140.0, 158.0], {"forward": 100, "host gaps": 200}),
+        "zero2": timed("zero2", 102.0, [157.0, 157.2, 156.8], None),
+        "zero3": timed("zero3", 200.0, [80.0, 80.5, 79.5], {"forward": 100, "host gaps": 300}),
+    }
+    assert why_slower(rows) == [
+        "zero2 takes 2.00 ms longer than ddp; it was not profiled",
+        "zero1: no clear difference from ddp",
+        "zero3 takes 100 ms longer than ddp; it spends 100 ms more waiting for the host",
+    ]
+    rows["ddp"].profile = None
+    assert why_slower(rows) == []
+
+
+def test_the_sentences_stand_above_the_picture(page: str):
+    """Whether all train the same model, the point of it all, is read without scrolling."""
+    assert page.index('<p class="verdict">') < page.index('<figure class="bars">')

@@ -218,7 +218,7 @@ def ratios(points: Iterable[Point]) -> Iterator[PredictedFigure | Missing]:
         try:
             measured = samples_per_second(point)
             predicted, parts = predicted_rate(point)
-            require(parts.limit != "host", "launching its kernels takes longest, and that depends on the host")
+            require(parts.limit != "host", "it mostly waits for the host, which was not measured")
         except ValueError as reason:
             yield Missing("ratio", point.id, str(reason))
             continue

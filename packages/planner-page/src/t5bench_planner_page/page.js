@@ -128,7 +128,7 @@ function show() {
     return [
       make("label", { for: `layout${place}` }, radio, " ", candidate.title), short(candidate.seconds), range(candidate.seconds_interval, 1),
       short(wanted.batch / candidate.seconds), short(candidate.tflops), candidate.mfu === null ? "" : py.format(candidate.mfu, ".1%"),
-      short(candidate.memory_bytes / GIB), candidate.limit, front.has(candidate) ? "*" : "", candidate.job.engine, candidate.missing || "yes",
+      short(candidate.memory_bytes / GIB), wordsOfLimit(candidate.limit), front.has(candidate) ? "*" : "", candidate.job.engine, candidate.missing || "yes",
     ];
   }));
   const reasons = [...plan$space$losers(candidates)];
@@ -186,10 +186,15 @@ function showMemory(candidates) {
   element("memory").replaceChildren(drawing);
 }
 
+// As t5bench/text.py calls it.
+function wordsOfLimit(limit) {
+  return limit === "host" ? "waiting for the host" : limit;
+}
+
 function showOne(candidate) {
   const { job, time } = candidate;
   element("chosen").textContent = `${candidate.title}, TP/PP/DP ${py.str(job.parallel)}: ${short(candidate.seconds)} s per iteration, `
-    + `${short(candidate.memory_bytes / GIB)} GiB (90 %: ${range(candidate.memory_interval, GIB)}), limited by ${candidate.limit}.`;
+    + `${short(candidate.memory_bytes / GIB)} GiB (90 %: ${range(candidate.memory_interval, GIB)}), limited by ${wordsOfLimit(candidate.limit)}.`;
   const line = candidate.start || `The launchers cannot start it (${candidate.missing}).`;
   element("line").textContent = line;
   element("copy").disabled = !candidate.start;
