@@ -37,7 +37,7 @@ die() {
   exit 2
 }
 
-for part in t5bench/{__init__.py,plan,record,costmodel,run} native ds_configs patches; do
+for part in t5bench/{__init__.py,plan,record,costmodel,run} native ds_configs patches packages/judge/src/training_comparison; do
   [[ -e $REPO_ROOT/$part ]] || die "$REPO_ROOT holds only a part of this repository: $part is missing" \
     "Clone or copy the whole repository to this node; its scripts do not run alone"
 done

@@ -8,7 +8,7 @@
 # processes, DDP also runs with that many, so that every row has a baseline of its size. After an
 # interruption, run it again to continue.
 #   --dry-run   print what would run and what would not
-# Exit status: 0 every run is complete and trains as DDP does, 1 some run is not or does not,
+# Exit status: 0 every run is complete, and none trains otherwise than DDP, 1 some run is not or does,
 # 2 nothing could be started or compared.
 # The launchers' settings also work.
 set -euo pipefail

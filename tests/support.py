@@ -175,7 +175,7 @@ class Project:
 def make_project(tmp_path: Path) -> Project:
     """A project under tmp_path, complete enough that every launcher starts the stub torchrun."""
     root = tmp_path / "a path with spaces" / "T5-Parallelism"
-    for folder in ("scripts", "ds_configs", "patches", "native", "t5bench"):
+    for folder in ("scripts", "ds_configs", "patches", "native", "t5bench", "packages/judge/src"):
         shutil.copytree(REPO_ROOT / folder, root / folder, ignore=shutil.ignore_patterns("__pycache__"))
     stubs = tmp_path / "stubs"
     stubs.mkdir()

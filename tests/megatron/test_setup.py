@@ -116,7 +116,7 @@ def test_what_is_no_checkout_and_what_lies_around_it_are_left_alone(upstream: Pa
 def test_checksums_are_those_of_the_patches(upstream: Path, tmp_path: Path):
     """Made anew from the patches, they are the ones in the repository. The patches have no binaries."""
     root = tmp_path / "project"
-    for folder in ("scripts", "patches", "t5bench", "native", "ds_configs"):
+    for folder in ("scripts", "patches", "t5bench", "packages/judge/src", "native", "ds_configs"):
         shutil.copytree(REPO_ROOT / folder, root / folder)
     shutil.rmtree(root / "patches" / "checksums")
     setup(upstream, "--write-checksums", root=root)

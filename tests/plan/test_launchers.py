@@ -415,7 +415,13 @@ def test_a_smoke_run_can_be_followed_by_the_real_one(project: Project):
 
 @pytest.mark.parametrize(
     ("part", "named"),
-    [("t5bench", "t5bench/__init__.py"), ("t5bench/record", "t5bench/record"), ("ds_configs",) * 2, ("native",) * 2],
+    [
+        ("t5bench", "t5bench/__init__.py"),
+        ("t5bench/record", "t5bench/record"),
+        ("ds_configs",) * 2,
+        ("native",) * 2,
+        ("packages", "packages/judge/src/training_comparison"),
+    ],
 )
 def test_a_part_of_the_repository_does_not_start(project: Project, part: str, named: str):
     shutil.rmtree(project.root / part)
