@@ -5,7 +5,7 @@ DeepSpeed's options are planned anew and compared. What the machine decided (the
 the record, and so is what a user gave after ``--``. docs/records.md lists the settings of which no record says more.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,24 +23,34 @@ PATHS = ("--deepspeed_config",)
 USERS_VARIABLES = {"PATH", "PYTHONPATH", "WANDB_MODE", "WANDB_JOB_TYPE", "WANDB_SWEEP_PARAM_PATH", "OMP_NUM_THREADS"}
 
 
-def _rendezvous(plan: Plan, argument: str) -> str:
-    return by_name(plan.rendezvous).get(argument, "")
-
-
-# What else a plan says of a setting; "" if it does not.
-SAID_AGAIN: Mapping[str, Callable[[Plan], str]] = {
-    "NNODES": lambda plan: str(plan.layout.nnodes if plan.layout else ""),
-    "NPROC_PER_NODE": lambda plan: str(plan.layout.nproc_per_node if plan.layout else ""),
-    "ENGINE": lambda plan: plan.engine,
-    "DEVICE": lambda plan: plan.device,
-    "HOSTS": lambda plan: " ".join(plan.hosts),
-    "MASTER_PORT": lambda plan: _rendezvous(plan, "--master_port"),
-    "RENDEZVOUS_TIMEOUT": lambda plan: _rendezvous(plan, "--rdzv_conf").removeprefix("timeout="),
-    "OUTPUT_DIR": lambda plan: plan.output_dir,
-    "MEGATRON_DIR": lambda plan: plan.engine_directory if plan.engine == "megatron" else "",
-    "MEGATRON_DATA_DIR": lambda plan: str(Path(plan.data_prefix).parent) if plan.data_prefix else "",
-    "TOKENIZER_MODEL": lambda plan: plan.tokenizer,
-}
+def said_again(plan: Plan, name: str) -> str | None:
+    """What else a plan says of a setting, in the words of its value; None if it does not."""
+    layout = plan.layout
+    rendezvous = by_name(plan.rendezvous)
+    match name:
+        case "NNODES":
+            return str(layout.nnodes) if layout else None
+        case "NPROC_PER_NODE":
+            return str(layout.nproc_per_node) if layout else None
+        case "ENGINE":
+            return plan.engine
+        case "DEVICE":
+            return plan.device
+        case "HOSTS":
+            return " ".join(plan.hosts)
+        case "MASTER_PORT":
+            return rendezvous.get("--master_port")
+        case "RENDEZVOUS_TIMEOUT" if "--rdzv_conf" in rendezvous:
+            return rendezvous["--rdzv_conf"].removeprefix("timeout=")
+        case "OUTPUT_DIR":
+            return plan.output_dir
+        case "MEGATRON_DIR" if plan.engine == "megatron":
+            return plan.engine_directory
+        case "MEGATRON_DATA_DIR" if plan.data_prefix:
+            return str(Path(plan.data_prefix).parent)
+        case "TOKENIZER_MODEL":
+            return plan.tokenizer
+    return None
 
 
 def draft_of(plan: Plan) -> Draft:
@@ -132,12 +142,10 @@ def _variable(name: str, value: str | None) -> str:
 
 def contradictions_of_choices(plan: Plan) -> Iterator[str]:
     """Settings of which the plan says something else in another place."""
-    for name, said in SAID_AGAIN.items():
-        value = plan.value(name, "")
-        again = said(plan)
-        says_nothing = not again and name != "HOSTS"
-        if value not in ("", "auto") and not says_nothing and value.split() != again.split():
-            yield f"{name} is '{value}', but the plan is for '{again}'"
+    for name, setting in plan.settings.items():
+        again = said_again(plan, name)
+        if again is not None and setting.value not in ("", "auto") and setting.value.split() != again.split():
+            yield f"{name} is '{setting.value}', but the plan is for '{again}'"
     if plan.gpus_shared and plan.value("SHARE_GPUS", "0") != "1":
         yield "processes share GPUs, but SHARE_GPUS is not 1"
 

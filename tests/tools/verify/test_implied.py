@@ -11,6 +11,7 @@ from t5bench.plan.launchers import declared
 from t5bench.plan.planner import plan
 from t5bench.plan.settings import lacks
 from t5bench.record.plan import Plan
+from t5bench.record.reader import UNFORESEEN
 from t5bench.record.settings import BY_NAME, Decimal, Integer, OneOf
 from t5bench.tools.verify import implied
 
@@ -34,7 +35,7 @@ def faults(record: Plan) -> list[str]:
     )
     try:
         return list(found)
-    except KeyError as error:  # another model family needs settings that the record lacks; the relation says so
+    except UNFORESEEN as error:  # settings of another family are missing, or a model is no JSON: the relation says so
         return [str(error)]
 
 
