@@ -12,6 +12,10 @@ set -euo pipefail
 source "$(dirname -- "${BASH_SOURCE[0]}")/common.sh"
 
 begin "" "$@"
+written=$REPO_ROOT
+[[ ! -d $REPO_ROOT/outputs ]] || written=$REPO_ROOT/outputs
+{ probe=$(mktemp -- "$written/.writable.XXXXXX" 2>/dev/null) && rm -f -- "$probe"; } || die "$written cannot be written" \
+  "Copy the whole directory to a place of your own, such as your home directory, and run this there"
 bash "$REPO_ROOT/scripts/setup_environment.sh"
 export PATH=$REPO_ROOT/.venv/bin:$PATH PYTHON=$REPO_ROOT/.venv/bin/python
 export MEGATRON_DATA_DIR=$REPO_ROOT/outputs/quickstart/${FAMILY_PREFIX}data

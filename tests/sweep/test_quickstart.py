@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from real_runs import environment
-from support import NATIVE_STRATEGIES, REPO_ROOT
+from support import NATIVE_STRATEGIES, REPO_ROOT, Project
 
 
 def test_help_and_wrong_use():
@@ -22,6 +22,16 @@ def test_help_and_wrong_use():
         result = subprocess.run(command, env=environment(**settings), **options)
         assert result.returncode == status and said in result.stdout + result.stderr
         assert result.stderr.count("error: ") == status / 2
+
+
+def test_a_checkout_that_cannot_be_written_is_one_sentence(project: Project):
+    """Before anything is installed. In /proc not even root can make a file."""
+    (project.root / "outputs").symlink_to("/proc/self/fdinfo")
+    command = ["bash", str(project.root / "scripts" / "quickstart.sh")]
+    options = {"capture_output": True, "text": True, "timeout": 60, "check": False}
+    result = subprocess.run(command, env=environment(), **options)
+    assert result.returncode == 2 and "outputs cannot be written\n       Copy the whole directory" in result.stderr
+    assert not (project.root / ".venv").exists()
 
 
 @pytest.mark.slow
