@@ -65,5 +65,5 @@ def read_checkpoint_file(path: Path) -> Any:
     if not isinstance(content, dict):
         kind = "an object of an unknown class" if isinstance(content, Absent) else f"a {type(content).__name__}"
         found = f"{path} holds {kind}, where a checkpoint's file has a dictionary"
-        raise Problem(found, "Copy every node's checkpoint files to this directory")
+        raise Problem(found, "It is as it was written, so name the checkpoint of a run of Megatron-DeepSpeed")
     return content

@@ -1,5 +1,7 @@
 """Checkpoint files of strangers run nothing."""
 
+import argparse
+import enum
 import pickle
 import zipfile
 from pathlib import Path
@@ -36,8 +38,9 @@ def test_a_function_that_a_file_names_is_never_called(tmp_path: Path, function: 
     pickle.loads(path_pickle(path), fix_imports=False)
     assert mark.exists(), "the usual unpickler would have called it"
     mark.unlink()
-    with pytest.raises(Problem, match="holds an object of an unknown class"):
+    with pytest.raises(Problem, match="holds an object of an unknown class") as caught:
         read_checkpoint_file(path)
+    assert "Copy" not in caught.value.report, "the bytes are those that were written"
     assert not mark.exists()
 
 
@@ -63,3 +66,20 @@ def test_a_file_that_is_no_checkpoint_is_a_sentence(tmp_path: Path):
     (tmp_path / "text.pt").write_text("text")
     with pytest.raises(Problem, match="truncated"):
         read_checkpoint_file(tmp_path / "text.pt")
+
+
+class Kind(enum.Enum):
+    T5 = 1
+
+
+@pytest.mark.parametrize("called", [(getattr, (Kind, "T5")), (Kind, (1,))], ids=["Python 3.11.0 to 3.11.3", "others"])
+def test_an_enum_in_the_arguments_is_no_obstacle_whichever_python_wrote_it(tmp_path: Path, called: tuple):
+    class Saved:
+        def __reduce__(self) -> tuple:
+            return called
+
+    path = tmp_path / "model_optim_rng.pt"
+    arguments = argparse.Namespace(model_type=Saved(), hidden_size=8)
+    torch.save({"args": arguments, "model": torch.ones(2)}, path)
+    content = read_checkpoint_file(path)
+    assert content["args"].hidden_size == 8 and content["model"].tolist() == [1, 1]
