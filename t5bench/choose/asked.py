@@ -11,11 +11,13 @@ from t5bench import Problem, note
 from t5bench.arguments import at_least
 from t5bench.choose.space import EngineJob
 from t5bench.costmodel.job import Architecture, Job, Zero, padded
-from t5bench.costmodel.machine import DEVICES, Device, Host, Link, device_of
+from t5bench.costmodel.machine import DEVICES, GIB, Device, Host, Link, device_of
+from t5bench.costmodel.parameters import parameters
 from t5bench.costmodel.prediction import LATENCY
 from t5bench.costmodel.presets import PRESETS
 from t5bench.costmodel.time import CPU
-from t5bench.costmodel.transformers_config import architecture_of
+from t5bench.costmodel.transformers_config import architecture_of, class_of, keys_not_read
+from t5bench.costmodel.transformers_defaults import RELEASE
 from t5bench.given_files import read_object
 from t5bench.plan.families import FAMILIES
 from t5bench.plan.forecast import GIGABITS, gpu_here, padded_vocabulary
@@ -24,7 +26,7 @@ from t5bench.plan.planner import plan
 from t5bench.record.host_cost import read_host_cost
 from t5bench.record.network import read_network
 from t5bench.record.plan import ROLES, Plan
-from t5bench.record.settings import BY_NAME, Integer
+from t5bench.record.settings import BY_NAME, DEFAULT_FAMILY, Integer
 
 # Other names of settings, and what says where a run is.
 OTHER_SETTINGS = ("GPUS_PER_NODE", "TP_SIZE", "PP_SIZE", "HOSTS", "MASTER_ADDR", "NODE_RANK", "MEGATRON_DATA_DIR")
@@ -50,6 +52,10 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     known = " ".join(PRESETS)
     model = f"a preset (tiny, small, base or large), a config.json of Transformers, or published dimensions: {known}"
     parser.add_argument("--model", help=model)
+    length = "tokens of a sample, of an encoder-decoder those of the encoder (default: the setting's, else the model's)"
+    parser.add_argument("--length", type=at_least(1), metavar="TOKENS", help=length)
+    decoder_length = "of an encoder-decoder: tokens of the decoder"
+    parser.add_argument("--decoder-length", type=at_least(1), metavar="TOKENS", help=decoder_length)
     vocabulary = "vocabulary size before padding (default: the data's, else the model family's)"
     parser.add_argument("--vocabulary", type=at_least(1), help=vocabulary)
     defaults = "take no setting from the environment, but the launchers' defaults"
@@ -62,8 +68,9 @@ def settings_left_out(is_asked: bool) -> Iterator[None]:
     """No setting is in the environment in this block, where that is asked."""
     before = dict(os.environ)
     if is_asked:
-        for name in (*BY_NAME, *OTHER_SETTINGS):
-            os.environ.pop(name, None)
+        left_out = [name for name in (*BY_NAME, *OTHER_SETTINGS) if os.environ.pop(name, "")]
+        if left_out:
+            note(f"--defaults: ignored, although it is set: {' '.join(left_out)}")
     try:
         yield
     finally:
@@ -71,31 +78,105 @@ def settings_left_out(is_asked: bool) -> Iterator[None]:
         os.environ.update(before)
 
 
-def architecture_named(model: str | None) -> Architecture | None:
+@dataclass(frozen=True)
+class AskedLengths:
+    """Tokens of a sample that a command line asks for; 0 where it asks for none."""
+
+    length: int = 0
+    """Of an encoder-decoder, the encoder's."""
+    decoder_length: int = 0
+
+    @classmethod
+    def of(cls, args: argparse.Namespace) -> "AskedLengths":
+        return cls(getattr(args, "length", None) or 0, getattr(args, "decoder_length", None) or 0)
+
+    def or_settings(self, family: str) -> "AskedLengths":
+        """With the environment's settings where the command line asks for nothing. Raises Problem."""
+        lengths = [whole_setting(name) or 0 for name in FAMILIES[family].lengths]
+        length = self.length or lengths[0]
+        if FAMILIES[family].has_encoder:
+            return AskedLengths(length, self.decoder_length or lengths[1])
+        if self.decoder_length:
+            raise Problem("--decoder-length is of encoder-decoders, and this model has one length", "Give --length")
+        return AskedLengths(length)
+
+    def settings(self, family: str) -> dict[str, str]:
+        """As settings of the launchers' own models. Raises Problem."""
+        asked = replace(self).or_settings(family)
+        names = FAMILIES[family].lengths
+        values = (asked.length, asked.decoder_length)
+        return {name: str(value) for name, value in zip(names, values, strict=False) if value}
+
+
+def architecture_named(model: str | None, asked: AskedLengths = AskedLengths()) -> Architecture | None:
     """A model by its published dimensions, or by the file of its configuration; None for the launchers' own.
 
     Raises Problem.
     """
     if not model or not model.endswith(".json"):
-        return PRESETS.get(model or "")
+        preset = PRESETS.get(model or "")
+        return with_lengths(preset, asked) if preset else None
     remedy = "Give a config.json of Transformers that is one model's"
     content = read_object(Path(model), remedy)
     try:
-        return architecture_of(content)
-    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
-        found = f"{error} is missing" if isinstance(error, KeyError) else str(error)
-        raise Problem(f"{model}: {found}", remedy) from error
+        lengths = asked.or_settings(architecture_of(content).family)
+        return architecture_of(content, lengths.length, lengths.decoder_length)
+    except ValueError as error:
+        raise Problem(f"{model}: {error}", remedy) from error
 
 
-def settings_of(model: str | None) -> dict[str, str]:
-    """The settings that choose a model by its name. Raises Problem."""
-    architecture = architecture_named(model)
+def with_lengths(preset: Architecture, asked: AskedLengths) -> Architecture:
+    """Published dimensions with other tokens of a sample. Raises Problem."""
+    lengths = asked.or_settings(preset.family)
+    length = lengths.length or (preset.encoder_length if preset.encoder_layers else preset.decoder_length)
+    if preset.positions == "learned" and length > preset.position_rows:
+        found = f"the model takes {preset.position_rows} tokens, fewer than {length}"
+        raise Problem(found, "Ask for fewer tokens with --length")
+    if preset.cross_attention:
+        decoder_length = lengths.decoder_length or preset.decoder_length
+        return replace(preset, encoder_length=length, decoder_length=decoder_length)
+    return replace(preset, decoder_length=length)
+
+
+def settings_of(model: str | None, asked: AskedLengths = AskedLengths()) -> dict[str, str]:
+    """The settings that choose a model by its name, and its lengths. Raises Problem."""
+    architecture = architecture_named(model, asked)
     if architecture:
         return settings_of_sizes(architecture)
     if model and model not in SETTINGS_PRESETS:
         known = " ".join((*SETTINGS_PRESETS, *PRESETS))
         raise Problem(f"the model '{model}' is unknown", f"Choose from: {known}, or give a config.json of Transformers")
-    return {"MODEL_PRESET": model} if model else {}
+    family = os.environ.get("MODEL_FAMILY") or DEFAULT_FAMILY
+    lengths = asked.settings(family) if family in FAMILIES else {}
+    return lengths | ({"MODEL_PRESET": model} if model else {})
+
+
+def model_in_words(args: argparse.Namespace, job: Job) -> str:
+    """The model of an answer: its name, parameters, tokens of a sample and precision. Raises Problem."""
+    a = job.architecture
+    name = args.model or f"the settings' {FAMILIES[a.family].title}"
+    if name.endswith(".json"):
+        name = f"{name} ({class_of(read_object(Path(name)))})"
+    elif not args.model and os.environ.get("MODEL"):
+        name = f"MODEL ({a.kind})"
+    tokens = f"{a.decoder_length:,}"
+    if a.cross_attention:
+        tokens = f"{a.encoder_length:,} + {a.decoder_length:,}"
+    return f"{name}: {parameters(a):,} parameters, samples of {tokens} tokens, {job.precision}"
+
+
+def device_in_words(device: Device) -> str:
+    """Its name, with its memory where that is known."""
+    return f"{device.name} ({device.memory / GIB:.0f} GiB)" if device.memory else device.name
+
+
+def name_keys_not_read(model: str | None) -> None:
+    """Notes what a model's file says to nobody, such as a name that is misspelt. Raises Problem."""
+    if not model or not model.endswith(".json"):
+        return
+    unread = keys_not_read(read_object(Path(model)))
+    if unread:
+        note(f"{model}: transformers {RELEASE} reads no such key, so it changes nothing: {' '.join(unread)}")
 
 
 def settings_of_sizes(a: Architecture) -> dict[str, str]:
@@ -199,7 +280,7 @@ def asked_model(args: argparse.Namespace) -> AskedModel:
     for engine in [asked] if asked else ENGINES:
         ddp, *zeros = plans_of_one_gpu(args, engine)
         job = Job.of_plan(ddp, vocabulary_of(ddp, args.vocabulary))
-        architecture = architecture_named(args.model)
+        architecture = architecture_named(args.model, AskedLengths.of(args))
         if architecture:
             is_launchable = replace(job.architecture, padded_vocabulary=architecture.padded_vocabulary) == architecture
             job = replace(job, architecture=architecture)
@@ -213,7 +294,7 @@ def asked_model(args: argparse.Namespace) -> AskedModel:
 def plans_of_one_gpu(args: argparse.Namespace, engine: str) -> list[Plan]:
     """The launchers' settings, and those of a preset by its name, as plans of DDP and ZERO for one GPU."""
     one = {"NPROC_PER_NODE": "1", "GLOBAL_BATCH_SIZE": "1", "MICRO_BATCH_SIZE": "1", "ENGINE": engine}
-    settings = without_layout(os.environ | ALONE | one | settings_of(args.model))
+    settings = without_layout(os.environ | ALONE | one | settings_of(args.model, AskedLengths.of(args)))
     plans = [plan(settings, strategy) for strategy in ("ddp", *ZERO)]
     for planned in plans:
         if planned.layout is None or (planned.strategy.ds_config and not planned.ds_config):

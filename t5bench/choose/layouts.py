@@ -15,12 +15,26 @@ from t5bench.choose.asked import (
     asked_size,
     default_batch,
     device_for,
+    device_in_words,
     host_of,
     link_of,
+    model_in_words,
+    name_keys_not_read,
     settings_left_out,
 )
 from t5bench.choose.predict import range_text, words_of_limit
-from t5bench.choose.space import Candidate, Space, as_fast, best_to_run, losers, not_told_apart, pareto, shown_first
+from t5bench.choose.space import (
+    Candidate,
+    Space,
+    as_fast,
+    best_to_run,
+    losers,
+    not_told_apart,
+    one_to_run,
+    pareto,
+    shown_first,
+    which_to_run,
+)
 from t5bench.costmodel.machine import DEVICES, GIB
 from t5bench.costmodel.prediction import with_link
 from t5bench.costmodel.presets import NOTES
@@ -79,6 +93,7 @@ def rank(args: argparse.Namespace) -> int:
         return 0
     if args.model in NOTES:
         note(f"{args.model}: {NOTES[args.model]}")
+    name_keys_not_read(args.model)
     sizes = numbers_of_gpus(args.gpus or "")
     if not args.device:
         raise Problem("--device is missing", f"Choose from: {' '.join(DEVICES)}")
@@ -122,7 +137,8 @@ def show(gpus: int, candidates: Sequence[Candidate], args: argparse.Namespace) -
     batch = fitting[0].job.global_batch
     gigabits = fitting[0].machine.between.bandwidth * 8 / 1e9
     print(
-        f"{gpus} x {args.device}, {gigabits:.4g} Gbit/s a node, global batch {batch}:"
+        f"{model_in_words(args, fitting[0].job)}\n"
+        f"{gpus} x {device_in_words(fitting[0].machine.device)}, {gigabits:.4g} Gbit/s a node, global batch {batch}:"
         f" {len(candidates)} layouts, {len(fitting)} fit\n"
     )
     rows = [
@@ -159,13 +175,15 @@ def show(gpus: int, candidates: Sequence[Candidate], args: argparse.Namespace) -
     print("\nWhy not the others (the best of each):")
     for kind, reason in losers(candidates):
         print(f"  {kind:<24}  {reason}")
-    commands = {candidate.kind: candidate.start for candidate in reversed(fitting) if candidate.start}
-    print("\nHow to start the best of each kind:")
-    for kind, command in sorted(commands.items()):
-        print(f"  {kind}\n    {command}")
-    fastest = best_to_run(candidates)
-    if fastest.start:
-        print(f"\nThe fastest that the launchers can start, {fastest.title}:\n  {fastest.start}\n")
+    commands: dict[str, str] = {}
+    for candidate in fitting:  # the fastest of a kind comes first
+        if candidate.start:
+            commands.setdefault(candidate.kind, candidate.start)
+    if commands:
+        print("\nHow to start the best of each kind, by predicted time:")
+        for kind, command in commands.items():
+            print(f"  {kind}\n    {command}")
+        print(f"\n{which_to_run(candidates)}:\n  {one_to_run(candidates).start}\n")
 
 
 def against_the_smallest(ranked: Mapping[int, Sequence[Candidate]]) -> list[dict[str, str | float]]:
@@ -182,7 +200,7 @@ def against_the_smallest(ranked: Mapping[int, Sequence[Candidate]]) -> list[dict
             {
                 "GPUs": gpus,
                 "nodes": gpus // best.machine.devices_per_node,
-                "the fastest to run": best.title,
+                "first in the ranking": best.title,
                 "batch": best.job.global_batch,
                 "samples/s": rate,
                 f"against {smallest} GPUs": f"{gain:.2f}x",

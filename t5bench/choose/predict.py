@@ -12,12 +12,16 @@ from typing import TYPE_CHECKING
 from t5bench import Problem, note
 from t5bench.arguments import at_least
 from t5bench.choose.asked import (
+    AskedLengths,
     add_machine,
     add_model,
     architecture_named,
     device_for,
+    device_in_words,
     host_of,
     link_of,
+    model_in_words,
+    name_keys_not_read,
     settings_left_out,
     settings_of,
     vocabulary_of,
@@ -94,6 +98,7 @@ def predict(args: argparse.Namespace) -> int:
         raise Problem("--gpus and --rank say what --execute executes, and it is not given", remedy)
     if args.model in NOTES:
         note(f"{args.model}: {NOTES[args.model]}")
+    name_keys_not_read(args.model)
     calibrated = None
     slower = None
     if args.calibrate:
@@ -117,6 +122,7 @@ def predict(args: argparse.Namespace) -> int:
         content = [entry.prediction.to_json() | {"measured": entry.compared()} for entry in entries]
         print(json.dumps({"machine": machine, "rows": content, "refused": refused}, indent=2))
         return 0
+    print(f"{header(args, [entry.prediction for entry in entries])}\n")
     show(entries, refused, only_elsewhere(args))
     if args.schedule:
         for entry in entries:
@@ -147,7 +153,7 @@ def plans_and_rows(args: argparse.Namespace) -> list[tuple[Plan, "Row | None"]]:
     if args.runs:
         rows = [measured().measured_row(directory) for directory in args.runs]
         return [(row.run.plan, row) for row in rows]
-    return [(plan, None) for plan in planned(args.model)]
+    return [(plan, None) for plan in planned(args.model, lengths=AskedLengths.of(args))]
 
 
 def show_schedule(prediction: Prediction) -> None:
@@ -210,7 +216,7 @@ def predicted(args: argparse.Namespace, plan: Plan, slower: float | None = None)
     """A plan's prediction. Raises Problem."""
     device = device_for(plan, args.device)
     job = Job.of_plan(plan, vocabulary_of(plan, args.vocabulary))
-    architecture = architecture_named(args.model)
+    architecture = architecture_named(args.model, AskedLengths.of(args))
     if architecture:
         job = replace(job, architecture=architecture)
     if slower is None and device is not CPU:
@@ -224,7 +230,7 @@ def why_not(args: argparse.Namespace, plan: Plan) -> str:
     """Why a plan cannot be predicted; "" if it can be."""
     if not plan.layout:
         return next(each.found for each in plan.obstacles if each.fatal)
-    model = None if args.runs else architecture_named(args.model)
+    model = None if args.runs else architecture_named(args.model, AskedLengths.of(args))
     if not model:
         return ""
     layout = plan.layout
@@ -235,7 +241,12 @@ def why_not(args: argparse.Namespace, plan: Plan) -> str:
     return ""
 
 
-def planned(model: str | None = None, strategies: Sequence[Strategy] = (), engine: str = "") -> list[Plan]:
+def planned(
+    model: str | None = None,
+    strategies: Sequence[Strategy] = (),
+    engine: str = "",
+    lengths: AskedLengths = AskedLengths(),  # noqa: B008 - it is frozen
+) -> list[Plan]:
     """The plans of every strategy's launcher with the settings in the environment; no GPU is needed.
 
     model: a model's name, of PRESETS or of the launchers' own. strategies, engine: these alone, instead of the
@@ -245,7 +256,7 @@ def planned(model: str | None = None, strategies: Sequence[Strategy] = (), engin
     if not environment.get("HOSTS"):
         # The README's hardware.
         environment = {"NNODES": "2", "MASTER_ADDR": "node0", **environment}
-    environment |= settings_of(model)
+    environment |= settings_of(model, lengths)
     if engine:
         environment |= {"ENGINE": engine}
     return [plan(environment, strategy) for strategy in strategies or declarations(environment.get("MODEL_FAMILY", ""))]
@@ -256,13 +267,14 @@ def only_elsewhere(args: argparse.Namespace) -> list[str]:
     sentences: list[str] = []
     if args.runs or args.calibrate:
         return sentences
-    family = settings_of(args.model).get("MODEL_FAMILY") or os.environ.get("MODEL_FAMILY") or "t5"
+    lengths = AskedLengths.of(args)
+    family = settings_of(args.model, lengths).get("MODEL_FAMILY") or os.environ.get("MODEL_FAMILY") or "t5"
     here = {strategy.name for strategy in declarations(family)}
     for strategy in all_declarations():
         if strategy.name in here or family not in strategy.families:
             continue
         engine = strategy.engines[0]
-        (its_plan,) = planned(args.model, [strategy], engine)
+        (its_plan,) = planned(args.model, [strategy], engine, lengths)
         reason = why_not(args, its_plan)
         if reason:
             sentences.append(f"{strategy.name} needs ENGINE={engine}, and there: {reason}")
@@ -298,6 +310,17 @@ class Entry:
         if row.on_gpu and row.peak_memory:
             pairs["allocated GiB"] = (max(row.peak_memory.values()) / 1024, prediction.memory.peak / GIB)
         return pairs
+
+
+def header(args: argparse.Namespace, predictions: Sequence[Prediction]) -> str:
+    """What is predicted: the models, the GPUs and the batches, each once. Raises Problem."""
+    models = dict.fromkeys(model_in_words(args, each.job) for each in predictions)
+    machines = dict.fromkeys(
+        f"{each.job.parallel.world} x {device_in_words(each.machine.device)},"
+        f" {each.machine.between.bandwidth * 8 / 1e9:.4g} Gbit/s a node, global batch {each.job.global_batch}"
+        for each in predictions
+    )
+    return "\n".join((*models, *machines))
 
 
 def show(entries: Sequence[Entry], refused: Mapping[str, str], elsewhere: Sequence[str]) -> None:

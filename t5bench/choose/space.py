@@ -128,6 +128,11 @@ class Candidate(Prediction):
         place = "<master-host> <node-rank>" if int(settings["NNODES"]) > 1 else ""
         return " ".join(filter(None, [*words, launcher, place]))
 
+    @property
+    def count_of_settings(self) -> int:
+        """How many settings its command has."""
+        return len([value for value in self.settings().values() if value])
+
     def settings(self) -> dict[str, str]:
         """The settings that describe the layout; an empty one stays at its default."""
         job = self.job
@@ -342,6 +347,36 @@ def best_to_run(candidates: Sequence[Candidate]) -> Candidate:
     startable = [candidate for candidate in candidates if candidate.fits and candidate.start]
     sure = [candidate for candidate in startable if candidate.chance_to_fit >= SURE]
     return (sure or startable or candidates)[0]
+
+
+TIES = "the least memory (in whole GiB), then the fewest settings"
+"""Which of the layouts that cannot be told apart to run, everywhere in this project."""
+
+
+def one_to_run(candidates: Sequence[Candidate]) -> Candidate:
+    """Of the layouts that are not surely slower than the fastest, that surely fit and that the launchers can start, the
+    one that TIES names; if there is none, the best to run. candidates: sorted by time."""
+    equal = startable_ties(candidates)
+    if not equal:
+        return best_to_run(candidates)
+    return min(equal, key=lambda each: (round(each.memory_bytes / GIB), each.count_of_settings, each.seconds))
+
+
+def startable_ties(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Of the layouts that cannot be told from the fastest, those that surely fit and that the launchers can start."""
+    return [candidate for candidate in as_fast(candidates) if candidate.start and candidate.chance_to_fit >= SURE]
+
+
+def which_to_run(candidates: Sequence[Candidate]) -> str:
+    """What one_to_run() is, and why, without a full stop. candidates: sorted by time."""
+    chosen = one_to_run(candidates)
+    about = f"{chosen.title}, {chosen.memory_bytes / GIB:.3g} GiB, predicted to take {chosen.seconds:.3g} s"
+    if not startable_ties(candidates):
+        return f"The first in the ranking that the launchers can start: {about}"
+    count = len(as_fast(candidates))
+    if count == 1:
+        return f"The fastest: {about}"
+    return f"Of the {count} that are too close to call, take the one with {TIES}: {about}"
 
 
 def shown_first(candidates: Sequence[Candidate], top: int) -> list[Candidate]:

@@ -153,7 +153,7 @@ def test_a_measured_network_is_predicted_with(capsys: pytest.CaptureFixture[str]
     assert "and options state them, too" in t5bench(capsys, *words, *both)[2]
     path.write_text(json.dumps(NETWORK | {"together": ALL}))
     layouts = "layouts", "--gpus", 16, "--device", "h100", "--network", path
-    assert "16 x h100, 0.19 Gbit/s a node" in t5bench(capsys, *layouts)[1]
+    assert "16 x h100 (80 GiB), 0.19 Gbit/s a node" in t5bench(capsys, *layouts)[1]
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,7 @@ function compute(wanted) {
   const perNode = Math.min(wanted.perNode, wanted.gpus);
   const machine = costmodel$prediction$machine_of(py.get(DEVICES_BY_NAME, wanted.device), wanted.link, perNode);
   if (wanted.gpus % perNode) throw py.error("Problem", `${wanted.gpus} GPUs do not fill nodes of ${perNode}`);
-  const space = new plan$space$Space(engines, wanted.gpus, machine, wanted.batch, null, given, isLaunchable);
+  const space = new choose$space$Space(engines, wanted.gpus, machine, wanted.batch, null, given, isLaunchable);
   return { wanted, candidates: space.ranked() };
 }
 
@@ -111,15 +111,13 @@ function update() {
 function show() {
   const { wanted, candidates } = answer;
   const fitting = candidates.filter((candidate) => candidate.fits);
-  const front = new Set(plan$space$pareto(candidates));
-  const best = plan$space$best_to_run(candidates), [fastest] = fitting;
+  const front = new Set(choose$space$pareto(candidates));
+  const best = choose$space$one_to_run(candidates), [first] = fitting;
   element("verdict").textContent = `${wanted.gpus} x ${wanted.device}: ${fitting.length} of ${candidates.length} layouts fit. `
-    + (best.start ? `The fastest that can run is ${best.title}` : `None can run here; the fastest is ${best.title}`)
-    + `: ${short(best.seconds)} s per iteration.`
-    + (fastest === best ? "" : ` ${fastest.title} would take ${short(fastest.seconds)} s, but cannot run here.`);
-  element("ranking-note").textContent = `${plan$space$not_told_apart(candidates)} ` + "* is on the Pareto front: no other layout is better in both memory and time. Choose a row for details.";
+    + (best.start ? `${choose$space$which_to_run(candidates)}.` : `None can run here. The first in the ranking is ${first.title}, predicted to take ${short(first.seconds)} s.`);
+  element("ranking-note").textContent = `${choose$space$not_told_apart(candidates)} ` + "* is on the Pareto front: no other layout is better in both memory and time. Choose a row for details.";
   const heads = ["layout", "s/iteration", "90 %", "samples/s", "TFLOP/s", "MFU", "GiB", "limited by", "front", "engine", "can run"];
-  const rows = plan$space$shown_first(candidates, TOP);
+  const rows = choose$space$shown_first(candidates, TOP);
   if (!rows.includes(best)) rows.push(best);
   fill(element("ranking"), heads, rows.map((candidate, place) => {
     const radio = make("input", { type: "radio", name: "layout", id: `layout${place}` });
@@ -131,7 +129,7 @@ function show() {
       short(candidate.memory_bytes / GIB), wordsOfLimit(candidate.limit), front.has(candidate) ? "*" : "", candidate.job.engine, candidate.missing || "yes",
     ];
   }));
-  const reasons = [...plan$space$losers(candidates)];
+  const reasons = [...choose$space$losers(candidates)];
   element("losers").replaceChildren(...reasons.map(([kind, reason]) => make("li", {}, make("strong", {}, kind), `: ${reason}`)));
   if (!reasons.length) element("losers").append(make("li", {}, "There is no other kind of layout."));
   showMemory(bestOfKinds(candidates));
