@@ -36,7 +36,7 @@ def test_an_answer_begins_with_what_was_asked(capsys: pytest.CaptureFixture[str]
     assert second.startswith("2 x a100 (80 GiB), 10 Gbit/s a node, global batch 16")
     shown, _ = answer(capsys, *command, "--device", "h100", "--length", 256)
     assert shown.startswith(
-        "the settings' T5: 612,998,528 parameters, samples of 256 + 128 tokens, bf16\n2 x h100 (80 GiB)"
+        "the settings' T5: 612,736,384 parameters, samples of 256 + 128 tokens, bf16\n2 x h100 (80 GiB)"
     )
 
 
