@@ -81,6 +81,11 @@ def is_known(name: str, names: Names) -> bool:
     return is_step(name) or is_loss(name) or is_norm(name) or names.has(name)
 
 
+def sums_up(row: Row) -> bool:
+    """Whether the row is no step's, but a summary of the training."""
+    return any(plain(str(name)) in SUMMARY and number(value) is not None for name, value in row.items())
+
+
 def columns_of(rows: Sequence[Row]) -> list[str]:
     return list(dict.fromkeys(str(column) for row in rows for column in row if column is not None))
 

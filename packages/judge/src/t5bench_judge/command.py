@@ -1,4 +1,4 @@
-"""``python -m t5bench judge A B``: whether two trainings, by whatever trainers, are the same; by their logs."""
+"""``judge A B``: whether two trainings, by whatever trainers, are the same; by their logs."""
 
 import argparse
 import json
@@ -16,8 +16,8 @@ from training_comparison.problem import Problem
 from training_comparison.verdict import DIFFERENT, EQUAL, EXIT_DIFFERENT, EXIT_NOT_SHOWN, NOT_SHOWN
 
 DESCRIPTION = (
-    "Whether two trainings are the same, by their logs: run directories, JSON lines, CSV, transformers' "
-    "trainer_state.json, or the offline files of TensorBoard and W&B."
+    "Whether two trainings are the same, by their logs: JSON lines, CSV and other tables, what trainers print, "
+    "transformers' trainer_state.json, the offline files of TensorBoard and W&B, or run directories."
 )
 EXIT_STATUS = {EQUAL: 0, DIFFERENT: EXIT_DIFFERENT, NOT_SHOWN: EXIT_NOT_SHOWN}
 FP32 = "fp32"
@@ -107,17 +107,22 @@ def to_json(answered: Answer) -> dict[str, Any]:
     }
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Raises Problem."""
+def judged(arguments: argparse.Namespace) -> tuple[int, str]:
+    """The exit status, and what to print. Raises Problem."""
     names = Names(arguments.step, arguments.loss, arguments.norm)
     logs = (read_log(arguments.first, names), read_log(arguments.second, names))
     precision = precision_of(arguments, logs)
     answered = answer(*logs, precision)
     place = located(logs, precision) if arguments.locate else ""
     if arguments.json:
-        print(json.dumps(to_json(answered) | ({"place": place} if arguments.locate else {})))
+        text = json.dumps(to_json(answered) | ({"place": place} if arguments.locate else {}))
     else:
-        print("\n".join(lines_of(answered)))
-        if arguments.locate:
-            print(place)
-    return EXIT_STATUS[answered.found.verdict]
+        text = "\n".join([*lines_of(answered), *([place] if place else [])])
+    return EXIT_STATUS[answered.found.verdict], text
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Raises Problem."""
+    status, text = judged(arguments)
+    print(text)
+    return status

@@ -10,12 +10,13 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from t5bench_judge.columns import Names, Row, is_loss, is_norm, is_step, number
+from t5bench_judge.columns import SUMMARY, Names, Row, is_loss, is_norm, is_step, number
 
 COLOURS = re.compile(r"\x1b\[[0-9;:?]*[A-Za-z]")
 DELIMITERS = (",", "\t", ";", "|")
 DECIMAL_COMMA = re.compile(r"[-+]?\d+,\d+(?:[eE][-+]?\d+)?")
 MOST_LINES_BEFORE = 50  # of a table
+VALUE = re.compile(r"(?:^|[\s:=])[-+]?\d\S*$")
 # A name of one or more words, a colon, an equals sign or a blank, and a number that no unit follows.
 PAIR = re.compile(
     r"(?P<name>[A-Za-z_][\w/().@#-]*(?: [A-Za-z_(][\w/().@#-]*){0,5}?)(?:\s*[:=]\s*|\s+)\[?"
@@ -98,12 +99,16 @@ def table_rows(text: str, names: Names) -> list[Row] | None:
     for at, line in enumerate(lines[:MOST_LINES_BEFORE]):
         for delimiter in (*DELIMITERS, ""):
             header = _cells(line.lstrip("# "), delimiter)
-            is_header = len(header) > 1 and not any(number(cell) is not None for cell in header)
-            if is_header and any(is_loss(cell) or names.has(cell) for cell in header):
+            if is_header(header) and any(is_loss(cell) or names.has(cell) for cell in header):
                 rows = list(_rows_below(header, lines[at + 1 :], delimiter))
                 if rows:
                     return rows
     return None
+
+
+def is_header(cells: Sequence[str]) -> bool:
+    """Names alone, no values: neither '12.3' nor 'loss: 12.3'."""
+    return len(cells) > 1 and not any(VALUE.search(cell) for cell in cells)
 
 
 def _cells(line: str, delimiter: str) -> list[str]:
@@ -138,7 +143,7 @@ def likely_columns(text: str) -> list[str]:
         counts = [len(_cells(line, delimiter)) for line in lines[:10]]
         if len(counts) > 1 and counts[0] > 1 and len(set(counts)) == 1:
             cells = _cells(lines[0].lstrip("# "), delimiter)
-            if not any(number(cell) is not None for cell in cells):
+            if is_header(cells):
                 return cells
     return []
 
@@ -148,12 +153,27 @@ def likely_columns(text: str) -> list[str]:
 
 def printed_rows(text: str, names: Names) -> list[Row]:
     """A row for each line that says a loss, with its step and norm."""
-    rows = []
-    for line in text.splitlines():
-        row = printed_row(line, names)
-        if any(is_loss(name) or (names.loss and names.has(name)) for name in row):
-            rows.append(row)
-    return rows
+    rows = [printed_row(line, names) for line in text.splitlines() if not any(word in line for word in SUMMARY)]
+    with_loss = [row for row in rows if says_loss(row, names)]
+    steps = [row for row in rows if row and all(map(is_step, row))]
+    if any(is_step(name) for row in with_loss for name in row) or len(steps) < len(with_loss):
+        return with_loss
+    return blocks(rows)
+
+
+def says_loss(row: Row, names: Names) -> bool:
+    return any(is_loss(name) or (names.loss and names.has(name)) for name in row)
+
+
+def blocks(rows: Sequence[Row]) -> list[Row]:
+    """Of a trainer that prints a line for the step, and further lines for its values: a row for each step."""
+    found: list[dict[str, Any]] = []
+    for row in rows:
+        if row and all(map(is_step, row)):
+            found.append({})
+        if found:
+            found[-1] = dict(row) | found[-1]
+    return list(found)
 
 
 def printed_row(line: str, names: Names) -> dict[str, str]:

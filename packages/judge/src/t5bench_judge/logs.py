@@ -218,7 +218,7 @@ def settings_of(plan: Mapping[str, Any]) -> dict[str, dict[str, str]]:
 
 def of_rows(name: str, source: str, rows: Sequence[Row], names: Names) -> Log:
     """Raises Problem."""
-    rows = [row for row in rows if not columns.SUMMARY & {columns.plain(str(column)) for column in row}]
+    rows = [row for row in rows if not columns.sums_up(row)]
     if not rows:
         raise Problem(f"{name} has no log line", REMEDY)
     notes: list[str] = []
@@ -228,7 +228,8 @@ def of_rows(name: str, source: str, rows: Sequence[Row], names: Names) -> Log:
         listed = columns.in_words(found)
         raise Problem(f"{name} has no column that is called a loss", f"Name one with --loss: {listed}")
     norm_name = columns.value_column(name, "norm", names.norm, rows, columns.is_norm, notes)
-    step_name = columns.step_column(name, names.step, found)
+    with_loss = columns.columns_of([row for row in rows if columns.number(row.get(loss_name)) is not None])
+    step_name = columns.step_column(name, names.step, with_loss)
     if not step_name:
         notes.append(f"{name} says no step: its lines are counted")
     loss = curve_of(name, loss_name, list(values_of(rows, step_name, loss_name)), notes)
