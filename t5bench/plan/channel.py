@@ -23,7 +23,6 @@ from typing import Annotated, Any, ClassVar
 import msgspec
 
 from t5bench import Problem, note
-from t5bench.plan import shared_facts
 from t5bench.plan.topology import is_loopback_name
 from t5bench.record.plan import Plan
 from t5bench.text import visible_in
@@ -39,6 +38,7 @@ MOST_WAITING = 64
 MOST_OF_ADDRESS = 16
 LONGEST_HELLO = 1 << 14
 LONGEST_LINE = 1 << 20
+ALL_RESUME = "Give RESUME=1 to every node or to none"
 SECRET = "T5_RUN_SECRET"
 SECRET_REMEDY = (
     f"Give all nodes the same secret: export {SECRET}=$(openssl rand -hex 32) on the first, and the same value on the"
@@ -74,7 +74,7 @@ def _make_secret(path: Path) -> None:
 
 # Codes of a StrangerError.
 LACKS_SECRET = "lacks-secret"  # the other side names this run but lacks its secret
-DIFFERS = "differs"  # the other side belongs to this run but was told to run something else
+OTHER_PURPOSE = "other-purpose"  # one side resumes and the other does not
 
 
 class StrangerError(Problem):
@@ -92,8 +92,8 @@ class Hello(Message):
     """Each side's first message. attempt: node 0's random word; None from a node that does not know it yet."""
 
     attempt: str | None
-    common: dict[str, str] = {}
-    """To node 0: what the sender's plan has in common with all nodes of its run."""
+    purpose: str
+    """As the channel's."""
 
 
 class Refused(Message):
@@ -101,7 +101,7 @@ class Refused(Message):
 
     why: str
     code: str = ""
-    """Of a StrangerError. If nodes have different plans, that ends all of them."""
+    """Of a StrangerError."""
 
 
 class Alive(Message):
@@ -130,18 +130,16 @@ class Endpoint:
     port: int
     run: str
     secret: bytes = field(default=b"", repr=False)
-    common: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """What all nodes of the run must have alike; see Plan.common."""
 
     @classmethod
     def of(cls, plan: Plan, port: int) -> "Endpoint":
         assert plan.layout
-        # Whoever meets at one port is meant to be one run. What the nodes run is compared later, with proof.
+        # Whoever meets at one port is meant to be one run: run/agreement.py compares what the nodes train.
         run = f"the run at port {port}"
         # One node alone listens too if others can reach it: they may take it for theirs.
         may_be_met = plan.layout.nnodes > 1 or not is_loopback_name(plan.master_address)
         secret = run_secret(os.environ) if may_be_met else b""
-        return cls(plan.node, plan.layout.nnodes, plan.master_address, port, run, secret, shared_facts.facts_of(plan))
+        return cls(plan.node, plan.layout.nnodes, plan.master_address, port, run, secret)
 
 
 class Connection:
@@ -189,10 +187,12 @@ class Connection:
 class Channel:
     """The other nodes of a run. A subclass says what it does with their messages: see the methods under "hearing".
 
-    ``attempt``, a random word of node 0, distinguishes attempts at a run. kinds: the subclass's messages.
+    ``attempt``, a random word of node 0, distinguishes attempts at a run. kinds: the subclass's messages. purpose: what
+    its nodes do, to end a sentence.
     """
 
     kinds: ClassVar[Any] = Alive
+    purpose: ClassVar[str] = "trains"
 
     def __init__(self, endpoint: Endpoint) -> None:
         self.endpoint = endpoint
@@ -235,7 +235,7 @@ class Channel:
         """Called when a node's process has closed its connection, as every process does when it ends."""
 
     def met_stranger(self, address: str, error: StrangerError) -> None:
-        """Called if node 0's port is not that of this run, and on node 0 if someone has another secret or plan."""
+        """Called if node 0's port is not that of this run, and on node 0 if someone has another secret or purpose."""
 
     def cannot_listen(self, error: OSError) -> None:
         """Called when node 0 cannot listen, for example because its port is taken."""
@@ -313,7 +313,7 @@ class Channel:
             nonces = (connection.nonce, greeting.nonce) if endpoint.node == 0 else (greeting.nonce, connection.nonce)
             connection.key = hmac.digest(endpoint.secret, "\n".join((endpoint.run, *nonces)).encode(), "sha256")
             if endpoint.node != 0:
-                self._send(connection, self._own(Hello(attempt=self.attempt, common=dict(endpoint.common))))
+                self._send(connection, self._own(Hello(attempt=self.attempt, purpose=self.purpose)))
 
     # ---- connections -------------------------------------------------------------------------------------------------
 
@@ -393,10 +393,11 @@ class Channel:
         """The node that sent the greeting. Raises StrangerError if it belongs to another attempt."""
         node = message.node
         if isinstance(message, Refused):
-            remedy = shared_facts.REMEDY if message.code == DIFFERS else ""
+            remedy = ALL_RESUME if message.code == OTHER_PURPOSE else ""
             raise StrangerError(message.why, remedy, message.code)
-        if isinstance(message, Hello) and self.endpoint.node == 0:
-            self._compare_plans(message)
+        if isinstance(message, Hello) and message.purpose != self.purpose:
+            found = f"node {node} ({message.host}) {message.purpose}, and node {self.endpoint.node} {self.purpose}"
+            raise StrangerError(found, ALL_RESUME, OTHER_PURPOSE)
         if not isinstance(message, Hello) or node >= self.endpoint.nodes or (node == 0) == (self.endpoint.node == 0):
             raise StrangerError("it sent no greeting")
         with self.lock:
@@ -406,7 +407,7 @@ class Channel:
                     raise StrangerError("it belongs to an earlier attempt")
                 if self.closed.is_set() or (is_new and (self.over.is_set() or node in self.connections)):
                     raise StrangerError("this attempt has ended or already has this node")
-                self._send(connection, self._own(Hello(attempt=self.attempt)))
+                self._send(connection, self._own(Hello(attempt=self.attempt, purpose=self.purpose)))
             elif self.attempt not in (None, message.attempt):
                 self.left(0)
                 raise StrangerError("node 0 was restarted")
@@ -418,14 +419,6 @@ class Channel:
             for declared in self._declared.values():
                 self._send(connection, declared)
         return node
-
-    def _compare_plans(self, hello: Hello) -> None:
-        """Raises StrangerError if the node has another plan than node 0."""
-        where = f"on node {hello.node} ({hello.host})"
-        different = shared_facts.difference(hello.common, where, self.endpoint.common, "on node 0")
-        if different:
-            found = f"the nodes were started with different settings: {different}"
-            raise StrangerError(found, shared_facts.REMEDY, DIFFERS)
 
     def _note(self, message: Message) -> None:
         self.hosts[message.node] = message.host

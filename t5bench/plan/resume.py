@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from t5bench import Problem, note
 from t5bench.checkpoint_form import SEAL
 from t5bench.plan.channel import (
-    DIFFERS,
+    OTHER_PURPOSE,
     SECRET_REMEDY,
     Alive,
     Channel,
@@ -317,6 +317,7 @@ class _Agreement(Channel):
     """``inbox`` gets node 0's table of all views (on node 0 the others' views), or the Problem that ends it."""
 
     kinds = Alive | Views
+    purpose = "looks for a checkpoint, with RESUME=1"
 
     def __init__(self, endpoint: Endpoint) -> None:
         super().__init__(endpoint)
@@ -333,7 +334,7 @@ class _Agreement(Channel):
         self.inbox.put(Problem(f"{where} disconnected while the nodes were agreeing on a checkpoint", LOOK_THERE))
 
     def met_stranger(self, address: str, error: StrangerError) -> None:
-        if error.code == DIFFERS:
+        if error.code == OTHER_PURPOSE:
             self.inbox.put(error)
         elif self.endpoint.node == 0:
             self.strangers.add(address)

@@ -187,6 +187,8 @@ OF_LIBRARIES = (
 
 # What PyTorch and the engines say in an exception of Python.
 OF_EXCEPTIONS = (
+    Rule(r"^(nodes? [\d, ]+ joined the run, but no worker there came .*)", TIMEOUT, "{0}",
+         "See the output of that node's launcher. RENDEZVOUS_TIMEOUT is how long the others wait", Strength.WAITED),
     Rule(r"found NaN in|NaN in local grad norm|loss scale already at minimum", DIVERGED,
          "the loss is not a number", "Lower LR, or add LR_WARMUP_ITERS"),
     Rule(r"DataLoader worker .* killed by signal: Killed", CRASHED, KILLED,

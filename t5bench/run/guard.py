@@ -161,7 +161,6 @@ class Guard:
         """Stops, because the run has ended; if the guard ended it, it first finishes its report."""
         self.ended.set()
         self.thread.join(END_SECONDS)
-        self.cause = self.cause or self.peers.conflict
 
     def _watch(self) -> None:
         while not self.cause:
@@ -169,13 +168,7 @@ class Guard:
                 return
             if self.reports.has_new_sign():
                 self.peers.trains()
-            self.cause = (
-                self.peers.conflict
-                or self._others_failed()
-                or self._never_starts()
-                or self._began_anew()
-                or self._stands_still()
-            )
+            self.cause = self._others_failed() or self._never_starts() or self._began_anew() or self._stands_still()
         processes.end(self.mark, TERM_SECONDS)
 
     def _others_failed(self) -> Cause | None:
@@ -271,8 +264,6 @@ def cause_of(
         return reported if strength == Strength.CAUSE else None
     # A run that the guard ends does not exit with 0. If it did, the guard came when all was over.
     guarded = guard.cause if exit_status != 0 else None
-    if guarded and guard.peers.conflict:
-        return guard.peers.conflict
     if guarded and guarded.status == ends.TIMEOUT and plan.engine_patches == "series" and not _incomplete(plan, output):
         # What hung was torchrun, or W&B's upload after the last iteration.
         return None

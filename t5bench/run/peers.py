@@ -1,5 +1,7 @@
 """The recorders of a run's nodes exchange what a node cannot see alone: that training continues, and how a node ended.
 
+Whether the nodes have the same plan is not asked here but by their workers (agreement.py).
+
 A node that cannot connect is still ended by its own output, its process group's timeout and its own watchdog.
 A lost connection ends nothing: training survives an outage that is shorter than its process group's timeout.
 """
@@ -10,20 +12,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Literal, TypedDict
 
-from t5bench.plan import channel, shared_facts
+from t5bench.plan import channel
 from t5bench.plan.channel import (
-    DIFFERS,
     LACKS_SECRET,
+    OTHER_PURPOSE,
     SECRET_REMEDY,
     Alive,
     Channel,
     Endpoint,
     Message,
-    Refused,
     StrangerError,
 )
 from t5bench.record.records import differences
-from t5bench.record.status import CANCELLED, CONFIGURATION, EXIT_CODES, NETWORK, SIGNALS, Cause, Strength, node_named
+from t5bench.record.status import CANCELLED, EXIT_CODES, NETWORK, SIGNALS, Cause, Strength, node_named
 
 # How much is shown about hosts that have not proved that they belong to the run, and about nodes that differ.
 MOST_STRANGERS = 3
@@ -89,16 +90,11 @@ class Peers(Channel):
         self.ends: dict[int, Mapping[str, Any]] = {}  # how other nodes ended, by rank
         self.gone: dict[int, Mapping[str, Any]] = {}  # the same for nodes that disconnected without a word
         self.differences: list[str] = []
-        self.conflict: Cause | None = None  # that the nodes were told to run different things
         self.iteration = 0
         self.progress = time.monotonic()
         self._progress_said = 0.0
         self._parts: dict[int, Mapping[str, Any]] = {}
         self._strangers: set[str] = set()
-        # Set once all nodes that this one speaks to have the same plan, or it is known that this cannot be found out.
-        self.compared = threading.Event()
-        if not endpoint.secret:
-            self.compared.set()
         if endpoint.nodes > 1 and not endpoint.secret:
             warn(f"without a secret, the nodes will not learn why another one failed. {SECRET_REMEDY}")
         self.start()
@@ -145,9 +141,7 @@ class Peers(Channel):
         if self.endpoint.node == 0 and isinstance(message, Progress | Ended):
             self.pass_on(message)
         self.gone.pop(node, None)
-        if isinstance(message, Refused):
-            self._conflict(message.why)
-        elif isinstance(message, Progress):
+        if isinstance(message, Progress):
             self.progress = time.monotonic()
             self.iteration = message.iteration
         elif isinstance(message, Ended):
@@ -168,14 +162,6 @@ class Peers(Channel):
         elif isinstance(message, Differences):
             self._differ(message.sentences)
 
-    def joined(self, node: int) -> None:
-        if self._is_whole():
-            self.compared.set()
-
-    def _is_whole(self) -> bool:
-        """Whether all nodes that this one speaks to have come."""
-        return len(self.heard) == self.endpoint.nodes - 1 if self.endpoint.node == 0 else 0 in self.heard
-
     def left(self, node: int) -> None:
         if node not in self.ends and node != self.endpoint.node:
             remedy = "Check whether it was rebooted, or its processes were killed by a user or because memory ran out"
@@ -186,7 +172,6 @@ class Peers(Channel):
                 self.say(Gone(lost=node))
 
     def cannot_listen(self, error: OSError) -> None:
-        self.compared.set()
         if self.endpoint.nodes == 1:
             return
         self.warn(
@@ -194,28 +179,17 @@ class Peers(Channel):
             " learn why. It is MASTER_PORT + 1000, so choose another MASTER_PORT"
         )
 
-    def _conflict(self, found: str) -> None:
-        self.conflict = self.conflict or Cause.now(CONFIGURATION, found, shared_facts.REMEDY)
-        self.compared.set()
-
     def met_stranger(self, address: str, error: StrangerError) -> None:
-        if error.code == DIFFERS:
-            # Whoever comes by mistake when all nodes are there does not end their run.
-            if self.endpoint.node == 0 and self._is_whole():
-                self.warn(f"{address} was refused: {error}")
-                return
-            self._conflict(str(error))
-            if self.endpoint.node == 0:
-                self.declare(Refused(why=error.found, code=DIFFERS))
+        if error.code not in (LACKS_SECRET, OTHER_PURPOSE):
             return
-        if error.code != LACKS_SECRET:
-            return
-        self.compared.set()
         host = address.rpartition(":")[0] or address  # which comes again and again, from another port
-        if host not in self._strangers and len(self._strangers) < MOST_STRANGERS:
-            self._strangers.add(host)
-            last = "; further ones are not shown" if len(self._strangers) == MOST_STRANGERS else ""
-            self.warn(f"{address} names this run but has another secret, so it is ignored{last}. {SECRET_REMEDY}")
+        if host in self._strangers or len(self._strangers) == MOST_STRANGERS:
+            return
+        self._strangers.add(host)
+        found = f"{address} names this run but has another secret" if error.code == LACKS_SECRET else error.found
+        remedy = SECRET_REMEDY if error.code == LACKS_SECRET else error.remedy
+        last = "; further ones are not shown" if len(self._strangers) == MOST_STRANGERS else ""
+        self.warn(f"{found}, so it is ignored{last}. {remedy}")
 
     def _compare(self, node: int, part: Mapping[str, Any]) -> None:
         """Takes a node's part. The others' are compared with node 0's as soon as both are known."""

@@ -16,7 +16,6 @@ import signal
 import socket
 import sys
 import threading
-import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -35,7 +34,7 @@ from t5bench.record.records import FORMAT, write_run
 from t5bench.record.status import PROCESSES_REMEDY, Cause, Status, now, of_run, remedy_of_writing
 from t5bench.run import guard as guards
 from t5bench.run import processes
-from t5bench.run.agreement import COMMON
+from t5bench.run.agreement import COMMON, PATIENCE
 from t5bench.run.guard import Guard, Stacks, knows_little
 from t5bench.run.output import Output, pass_on, timestamp
 from t5bench.run.peers import Peers, fields_of
@@ -51,8 +50,6 @@ OTHERS_SECONDS = guards.GRACE_SECONDS + 20
 # How long a node that has completed waits until the others report the same.
 COMPLETE_SECONDS = 10
 LOOKING_SECONDS = 30
-# How long torchrun is held back until the nodes have compared their plans. Nodes that come later are compared then.
-COMPARING_SECONDS = 5
 
 
 class Part:
@@ -212,10 +209,11 @@ def follow(part: Part, peers: Peers, stacks: Stacks, training: Training) -> Outp
     output = Output(part.file("log"), metrics, part.hidden, on_iteration=peers.progressed, stacks=stacks.texts)
     interval = min(plan.decimal("SAMPLE_INTERVAL"), threading.TIMEOUT_MAX)
     sampler = Sampler(part.file("samples.jsonl"), interval, has_gpus=plan.device == "cuda")
-    if peers.conflict or training.interrupted.is_set():
+    if training.interrupted.is_set():
         training.give_up()
     else:
-        training.start({COMMON: json.dumps(shared_facts.facts_of(plan))} if peers.endpoint.nodes > 1 else {})
+        compared = {COMMON: json.dumps(shared_facts.facts_of(plan)), PATIENCE: plan.value("RENDEZVOUS_TIMEOUT")}
+        training.start(compared if peers.endpoint.nodes > 1 else {})
     show = functools.partial(pass_by, sys.stdout)
     pass_on(output, training.output, show, training.is_over.is_set, lambda: part.look(output))
     training.wait()
@@ -272,8 +270,6 @@ def record(directory: Path, node: int, training: Training) -> int:
     reports = Reports(reports_prefix(stacks.prefix), hidden)
     for path in reports.paths():
         path.unlink(missing_ok=True)  # of a run that was killed
-    if plan.layout and plan.layout.nnodes > 1:
-        wait_until_compared(peers, training)
     guard = Guard(plan, training.mark, peers, stacks, reports)
     output = follow(part, peers, stacks, training)
     guard.finish()
@@ -321,13 +317,6 @@ def record(directory: Path, node: int, training: Training) -> int:
     exit_code = guards.exit_code(known, end)
     tell_the_end(plan, known, exit_code)
     return exit_code
-
-
-def wait_until_compared(peers: Peers, training: Training) -> None:
-    """Holds torchrun back until the nodes have compared their plans, or COMPARING_SECONDS are over."""
-    deadline = time.monotonic() + COMPARING_SECONDS
-    while not peers.compared.wait(0.1) and not training.interrupted.is_set() and time.monotonic() < deadline:
-        pass
 
 
 def remove_shared_memory(plan: Plan) -> None:

@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 from support import REPO_ROOT, Project, processes_with
 
-from t5bench.plan.ports import free_port
 from t5bench.plan.settings import HELP_GROUPS
 from t5bench.record.plan import Plan, by_name
 from t5bench.record.settings import BY_NAME, TABLE
@@ -551,46 +550,3 @@ def test_nobody_reads_what_a_command_prints(sink: str, said: str):
         result = subprocess.run(command, cwd=REPO_ROOT, capture_output=True, text=True, check=False)
         assert said in result.stderr and "Traceback" not in result.stderr
         assert result.returncode == (2 if said else 0)
-
-
-@pytest.mark.parametrize(
-    ("there", "named"),
-    [
-        ({"SEED": "5"}, "SEED is '5' on node 1"),
-        ({"GLOBAL_BATCH_SIZE": "32"}, "GLOBAL_BATCH_SIZE is '32' on node 1"),
-        ({"NPROC_PER_NODE": "1"}, "NPROC_PER_NODE is '1' on node 1"),
-        ({"EVAL_ITERS": "3"}, "EVAL_ITERS is '3' on node 1"),
-        ({"strategy": "zero1"}, "strategy is 'zero1' on node 1"),
-        ({"NNODES": "4"}, "NNODES is '4' on node 1"),
-        ({"argument": "--init-method-std"}, "--init-method-std is '0.5' on node 1"),
-        ({"RESUME": "1"}, "RESUME is '1' on node 1"),
-        ({"RESUME": "1", "node": "0"}, "RESUME is '0' on node 1"),
-        ({"ENGINE": "native"}, "engine is 'native' on node 1"),
-        ({"MODEL_PRESET": "tiny"}, "HIDDEN_SIZE is '64' on node 1"),
-    ],
-)
-def test_nodes_that_run_different_things(project: Project, tmp_path: Path, there: dict[str, str], named: str):
-    """Both terminals say so, and torchrun starts on neither node."""
-    chosen = {"HOSTS": TWO_HOSTS, "NNODES": "2", "T5_RUN_SECRET": "of both", "STUB_SLEEP": "60"}
-    chosen |= {"MASTER_PORT": str(free_port()), "NPROC_PER_NODE": "2", "EVAL_ITERS": "0"}
-    changed = [{}, {}]
-    changed[int(there.get("node", 1))] = {name: value for name, value in there.items() if name.isupper()}
-    launchers = []
-    for node, changes in enumerate(changed):
-        strategy = there.get("strategy", "ddp") if node else "ddp"
-        words = ["bash", str(project.script(f"run_megatron_t5_{strategy}.sh")), "127.0.0.1", str(node)]
-        if node and "argument" in there:
-            words += ["--", there["argument"], "0.5"]
-        where = {"env": project.environment_with(chosen | changes | {"OUTPUT_DIR": str(tmp_path / str(node))})}
-        output = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
-        launchers.append(subprocess.Popen(words, **where, **output))
-    try:
-        for launcher in launchers:
-            said = launcher.communicate(timeout=30)[1]
-            assert launcher.returncode == 2, said
-            assert named in said
-            assert "Start every node with the same launcher" in said
-        assert not project.was_started()
-    finally:
-        for launcher in launchers:
-            launcher.terminate()

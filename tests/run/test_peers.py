@@ -96,28 +96,30 @@ def test_a_node_knows_whether_missing_progress_means_something(soon_silent, node
     assert not peer(0, 2, port=free_port()).sees_progress, "behind a firewall"
 
 
-@pytest.mark.parametrize("comes", ["before the others", "beside a whole run", "to a run of one node"])
-def test_a_node_with_another_plan_ends_a_run_only_before_it_has_all_its_nodes(comes: str):
+def test_a_node_that_resumes_and_one_that_does_not_know_it_at_once():
+    """The one that looks for a checkpoint ends; the other says why nobody comes."""
     port, warnings = free_port(), []
-    with contextlib.ExitStack() as stack:
+    view = View(10, "", "here")
+    with contextlib.closing(Peers(Endpoint(0, 2, HOST, port, RUN, SECRET), warn=warnings.append)):
+        began = time.monotonic()
+        with pytest.raises(Problem, match="looks for a checkpoint, with RESUME=1, and node 0 trains") as caught:
+            agreed(Endpoint(1, 2, HOST, port, RUN, SECRET), view, lambda _: view, 60)
+        assert time.monotonic() - began < 30 and "RESUME=1 to every node or to none" in caught.value.remedy
+        wait_for(lambda: warnings)
+        assert "RESUME=1" in warnings[0]
+    found = []
 
-        def start(node: int, seed: str, nodes: int = 2) -> Peers:
-            endpoint = Endpoint(node, nodes, HOST, port, RUN, SECRET, {"SEED": seed, "NNODES": str(nodes)})
-            return stack.enter_context(contextlib.closing(Peers(endpoint, warn=warnings.append)))
+    def resume() -> None:
+        with pytest.raises(Problem) as caught:
+            agreed(Endpoint(0, 2, HOST, port, RUN, SECRET), view, lambda _: view, 60)
+        found.append(str(caught.value))
 
-        first = start(0, "1", 1 if comes == "to a run of one node" else 2)
-        if comes == "beside a whole run":
-            start(1, "1")
-            wait_for(first.compared.is_set)
-        other = start(1, "2")
-        wait_for(other.compared.is_set)
-        assert other.conflict and "SEED is '2' on node 1" in other.conflict.reason
-        if comes == "before the others":
-            wait_for(first.compared.is_set)
-            assert first.conflict and first.conflict.reason == other.conflict.reason
-        else:
-            wait_for(lambda: warnings)
-            assert "was refused" in warnings[0] and not first.conflict
+    resuming = threading.Thread(target=resume)
+    resuming.start()
+    with contextlib.closing(Peers(Endpoint(1, 2, HOST, port, RUN, SECRET), warn=warnings.append)):
+        resuming.join(30)
+        assert "looks for a checkpoint, with RESUME=1" in found[0]
+        wait_for(lambda: len(warnings) > 1)
 
 
 def test_a_node_that_disconnects_without_a_word_is_gone_for_all(nodes):
@@ -285,11 +287,12 @@ def hears_node_1(listener: Peers) -> bool:
     return listener.ends[1]["status"] == "complete"
 
 
+HELLO = {"purpose": "trains", "attempt": None}
 STRANGERS = {
     "no protocol": lambda port: Speaker(port).say(b"GET / HTTP/1.1\r\n\r\n"),
-    "no secret": lambda port: Speaker(port, b"").tell("hello", attempt=None).tell("ended", part=END),
-    "another secret": lambda port: Speaker(port, b"guess").tell("hello", attempt=None).tell("ended", part=END),
-    "another run": lambda port: Speaker(port, run="another").tell("hello", attempt=None),
+    "no secret": lambda port: Speaker(port, b"").tell("hello", **HELLO).tell("ended", part=END),
+    "another secret": lambda port: Speaker(port, b"guess").tell("hello", **HELLO).tell("ended", part=END),
+    "another run": lambda port: Speaker(port, run="another").tell("hello", **HELLO),
     "deep": lambda port: Speaker(port).say(b"[" * 4000),
     "long": lambda port: Speaker(port).say(b"x" * 500_000),
 }
@@ -322,7 +325,7 @@ NODES = {
 @pytest.mark.parametrize("name", NODES)
 def test_an_invalid_message_ends_its_connection_and_nothing_else(listener, name: str):
     """From a node that has the secret: a faulty program, or a line that somebody changed on its way."""
-    node = Speaker(listener.port).tell("hello", attempt=None)
+    node = Speaker(listener.port).tell("hello", **HELLO)
     wait_for(lambda: 1 in listener.connections)
     NODES[name](node)
     node.wait_until_closed()
@@ -331,7 +334,7 @@ def test_an_invalid_message_ends_its_connection_and_nothing_else(listener, name:
 
 
 def test_control_characters_of_a_node_are_made_visible(listener):
-    node = Speaker(listener.port).tell("hello", attempt=None, host=f"x{CONTROL}")
+    node = Speaker(listener.port).tell("hello", **HELLO, host=f"x{CONTROL}")
     node.tell("ended", part=END | {"reason": CONTROL, "host": CONTROL, "cause": CAUSE | {"reason": CONTROL}})
     wait_for(lambda: 1 in listener.ends)
     assert all(line.isprintable() for line in str(listener.ends[1]).splitlines())
