@@ -58,6 +58,21 @@ def division_of(args: Namespace) -> Division:
     )
 
 
+def last_saved(args: Namespace) -> Seal | None:
+    """Of the checkpoint that --load names, which the launcher has checked; None if there is none. Raises Problem."""
+    tracker = Path(args.load or "", TRACKER)
+    if not args.load or not tracker.is_file():
+        return None
+    return seal_of_iteration(Path(args.load), int(tracker.read_text()))
+
+
+def consumed_samples(args: Namespace, before: Seal | None, iteration: int) -> int:
+    """How many samples were trained when this iteration ends. before: of the checkpoint that the run continues."""
+    if before is None:
+        return iteration * args.global_batch_size
+    return before.consumed_samples + (iteration - before.iteration) * args.global_batch_size
+
+
 # ---- saving ----------------------------------------------------------------------------------------------------------
 
 
@@ -75,7 +90,9 @@ class Share:
 class Saver:
     """Saves checkpoints of a trainer. All processes call its methods together."""
 
-    def __init__(self, trainer: TorchTrainer, args: Namespace, mesh: Mesh) -> None:
+    def __init__(self, trainer: TorchTrainer, args: Namespace, mesh: Mesh, before: Seal | None = None) -> None:
+        """before: of the checkpoint that the run continues."""
+        self.before = before
         self.trainer = trainer
         self.args = args
         self.mesh = mesh
@@ -118,7 +135,7 @@ class Saver:
         seal = Seal(
             iteration=iteration,
             step=self.trainer.updates,
-            consumed_samples=iteration * args.global_batch_size,
+            consumed_samples=consumed_samples(args, self.before, iteration),
             division=division_of(args),
             has_dropout=True,
             precision="bf16" if args.bf16 else "fp32",
@@ -194,10 +211,9 @@ def free_memory(root: Path = Path("/")) -> int:
 # ---- loading ---------------------------------------------------------------------------------------------------------
 
 
-def load(trainer: TorchTrainer, args: Namespace, mesh: Mesh, iteration: int) -> None:
-    """Continues from any division's checkpoint. Raises Problem."""
-    seal = seal_of_iteration(Path(args.load), iteration)
-    reader = Reader(folder_of(Path(args.load), iteration))
+def load(trainer: TorchTrainer, args: Namespace, mesh: Mesh, seal: Seal) -> str:
+    """Continues any division's checkpoint. Returns what is continued and what begins anew, in words. Raises Problem."""
+    reader = Reader(folder_of(Path(args.load), seal.iteration))
     index = reader.read_metadata()
     trainer.begin_load(seal.step)
     reader.fill(index, trainer.pieces())
@@ -206,12 +222,20 @@ def load(trainer: TorchTrainer, args: Namespace, mesh: Mesh, iteration: int) -> 
     # What is drawn continues if the same processes draw it.
     if not seal.has_dropout or not seal.division.draws_as(division_of(args)):
         for generator in generators.values():
-            generator.manual_seed(generator.initial_seed() + iteration)
-        return
+            generator.manual_seed(generator.initial_seed() + seal.iteration)
+        return continued(seal, begins_anew="dropout's random numbers" if args.hidden_dropout else "")
     pieces = dropout_pieces(args, mesh)
     reader.fill(index, pieces)
     for generator, piece in zip(generators.values(), pieces, strict=True):
         generator.set_state(piece.tensor)
+    return continued(seal)
+
+
+def continued(seal: Seal, begins_anew: str = "") -> str:
+    """One line that says what a run continues."""
+    what = f"weights, AdamW's moments at step {seal.step}, the schedule at {seal.iteration}"
+    line = f"continues iteration {seal.iteration} of checkpoint {seal.identity[:12]}: {what}"
+    return f"{line}, the data at sample {seal.consumed_samples}; begins anew: {begins_anew or 'nothing'}"
 
 
 def dropout_generators(args: Namespace, mesh: Mesh) -> dict[str, torch.Generator]:

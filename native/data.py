@@ -46,16 +46,18 @@ def samples_of(
 
 
 def open_data(
-    args: Namespace, dp_rank: int, file: TokenFile, vocabulary: Vocabulary, done: int = 0
+    args: Namespace, dp_rank: int, file: TokenFile, vocabulary: Vocabulary, done: int = 0, consumed: int = 0
 ) -> tuple[Iterator[Batch], Iterator[Batch]]:
-    """A data-parallel rank's batches for training after `done` iterations, and for its evaluations."""
+    """A data-parallel rank's batches for training after `done` iterations and `consumed` samples, and for
+    its evaluations."""
     train, validation, _ = split_documents(args.split, len(file.documents) - 1)
     size = args.global_batch_size
     training: Iterator[Batch] = iter(())
     evaluation: Iterator[Batch] = iter(())
     if not args.skip_train:
-        dataset = samples_of(args, file, train, args.train_iters * size, vocabulary)
-        training = batches(dataset, args, dp_rank, consumed=done * size)
+        needed = consumed + (args.train_iters - done) * size
+        dataset = samples_of(args, file, train, needed, vocabulary)
+        training = batches(dataset, args, dp_rank, consumed)
     if args.eval_iters:
         evaluations = args.train_iters // args.eval_interval + 1  # one more comes at the end
         done_evaluations = done // args.eval_interval

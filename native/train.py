@@ -10,7 +10,6 @@ from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -25,7 +24,7 @@ from native.parallel import Mesh
 from native.token_file import TokenFile, Vocabulary, pad_vocabulary
 from native.trainers import make_trainer
 from t5bench import Problem
-from t5bench.checkpoint_form import TRACKER
+from t5bench.checkpoint_form import Seal
 from t5bench.imports import import_deepspeed, leave_out_compiler
 
 
@@ -83,14 +82,6 @@ def evaluated_loss(trainer: TorchTrainer, args: Namespace, batches: Iterator[Bat
     return losses.mean()
 
 
-def last_saved_iteration(args: Namespace) -> int:
-    """Of the checkpoint of --load, which the launcher has checked; 0 if there is none."""
-    if not args.load:
-        return 0
-    tracker = Path(args.load, TRACKER)
-    return int(tracker.read_text()) if tracker.is_file() else 0
-
-
 def import_libraries(args: Namespace) -> None:
     """Imports what takes seconds in all processes at the same time, before they wait for each other."""
     if not args.compile:
@@ -129,7 +120,8 @@ def take_device(args: Namespace) -> torch.device | None:
 def run(args: Namespace) -> None:
     """Trains from the first or the last saved iteration to --train-iters. Raises Problem for unsuitable data."""
     file = TokenFile(args.data_path)
-    done = last_saved_iteration(args)
+    before = checkpoint.last_saved(args)
+    done = before.iteration if before else 0
     device_id = take_device(args)
     import_libraries(args)
     timeout = timedelta(minutes=args.distributed_timeout_minutes)
@@ -138,9 +130,10 @@ def run(args: Namespace) -> None:
     pad_vocabulary(args, vocabulary)
     mesh = mesh_of(args)
     trainer = make_trainer(args, mesh)
-    training, validation = open_data(args, mesh.dp.rank, file, vocabulary, done)
-    if done:
-        checkpoint.load(trainer, args, mesh, done)
+    training, validation = open_data(
+        args, mesh.dp.rank, file, vocabulary, done, checkpoint.consumed_samples(args, before, done)
+    )
+    told = checkpoint.load(trainer, args, mesh, before) if before else ""
     metrics = Metrics(args, mesh)
     if args.rank == 0:
         print_line(
@@ -150,6 +143,8 @@ def run(args: Namespace) -> None:
             f" {args.dtype} on {args.device.type}, from iteration {done}"
         )
         print_line(f"native engine's arguments: {numbers(args)}")
+        if told:
+            print_line(f"native engine {told}")
     if args.skip_train:
         metrics.validation(done, evaluated_loss(trainer, args, validation), evaluated_set="validation")
         test = open_test(args, mesh.dp.rank, file, vocabulary)
@@ -157,7 +152,7 @@ def run(args: Namespace) -> None:
             metrics.validation(done, evaluated_loss(trainer, args, test), evaluated_set="test")
     else:
         with watched(trainer, args, mesh):
-            train(trainer, args, mesh, training, validation, metrics, done)
+            train(trainer, args, mesh, training, validation, metrics, before)
     del training, validation  # ends the processes that prepare samples
     metrics.end()
     dist.destroy_process_group()
@@ -179,12 +174,13 @@ def train(
     training: Iterator[Batch],
     validation: Iterator[Batch],
     metrics: Metrics,
-    done: int,
+    before: Seal | None,
 ) -> None:
-    """The iterations after `done`, with their evaluations and checkpoints."""
+    """The iterations after those of the checkpoint `before`, with their evaluations and checkpoints."""
     if args.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()  # of training alone, as Megatron-DeepSpeed counts it
-    saver = checkpoint.Saver(trainer, args, mesh) if args.save else None
+    saver = checkpoint.Saver(trainer, args, mesh, before) if args.save else None
+    done = before.iteration if before else 0
     for iteration in range(done + 1, args.train_iters + 1):
         loss, norm = trainer.step(next(training), learning_rate(args, iteration - 1))
         metrics.record(iteration, loss, norm, learning_rate(args, iteration))

@@ -105,8 +105,8 @@ def choose_checkpoint(planned: Plan, *, agree: bool) -> Plan:
     evaluates = planned.value("EVAL_ONLY") == "1"
     home = Path(planned.output_dir).parent if evaluates else Path(planned.output_dir)
     try:
-        found = changes(replace(planned, output_dir=str(home)))
         iteration = checkpoint(replace(planned, output_dir=str(home)), agree=agree)
+        found = changes(replace(planned, output_dir=str(home)), iteration)
     except ValueError as error:
         return stopped(planned, Problem(str(error), getattr(error, "remedy", ""), "resume", fatal=False))
     doing = "evaluating" if evaluates else "resuming from"

@@ -41,6 +41,10 @@ LOOK_THERE = (
 STRATEGY = "the strategy"
 LAYOUT = "the layout"
 ENGINE = "the engine"
+ONE_RUN = (
+    "They are of two runs, or of two attempts: copy the checkpoint's directory from the node that has the right one"
+    " to the others, or name another OUTPUT_DIR"
+)
 LEAVE_SECONDS = 10.0
 # Engine arguments that decide where a run begins and how far an attempt goes, but not what a resumed run trains.
 BEGIN_OR_END = {"--finetune", "--load", "--exit-interval", "--exit-duration-in-mins"}
@@ -140,6 +144,8 @@ class View(NamedTuple):
     iteration: int
     fault: str
     host: str
+    content: dict[str, str]
+    """As Checkpoints.content()."""
 
 
 def look(checkpoints: Checkpoints, limit: int | None) -> View:
@@ -147,7 +153,8 @@ def look(checkpoints: Checkpoints, limit: int | None) -> View:
     iteration, faults = checkpoints.newest(limit)
     for number, fault in faults.items():
         _passed_over(number, fault)
-    return View(iteration, next(iter(faults.values()), ""), socket.gethostname())
+    content = checkpoints.content(iteration) if iteration else {}
+    return View(iteration, next(iter(faults.values()), ""), socket.gethostname(), content)
 
 
 def before_the_end(plan: Plan, checkpoints: Checkpoints, newest: int) -> View:
@@ -243,24 +250,24 @@ class Changes(NamedTuple):
     """As in the plan that the run had before."""
 
 
-def changes(plan: Plan) -> Changes:
-    """What is otherwise than in the run that a plan continues, as far as it may be."""
+def changes(plan: Plan, iteration: int) -> Changes:
+    """What is otherwise than in the run that a plan continues with this checkpoint, as far as it may be."""
     assert plan.layout
     directory = Path(plan.output_dir)
     part = _earlier_part(directory, plan.node) or _earlier_part(directory / RESHAPED_FROM, plan.node)
     checkpoints = Checkpoints(plan)
-    newest = next(iter(checkpoints.iterations()), 0)
-    if part is None or plan.engine != "native" or not newest:
+    if part is None or plan.engine != "native" or not iteration:
         return Changes("", 0)
     then = Plan.read(part["plan"])
     sentences = [each.sentence for each in differences(plan, then)]
     told = f": {'; '.join(sentences)}" if sentences else ""
     with contextlib.suppress(Problem):
-        saved = checkpoints.seal(newest).division
+        seal = checkpoints.seal(iteration)
         wanted = checkpoints.division
-        if saved != wanted:
-            told += f". It was saved by {saved.title}, and is read by {wanted.title}"
-        if not saved.draws_as(wanted) and plan.decimal("DROPOUT") > 0:
+        if seal.division != wanted:
+            told += f". It was saved by {seal.division.title}, and is read by {wanted.title}"
+        begins_anew = not seal.has_dropout or not seal.division.draws_as(wanted)
+        if begins_anew and plan.decimal("DROPOUT"):
             told += ". Dropout's random numbers begin anew"
     return Changes(told, then.changed_at)
 
@@ -394,7 +401,19 @@ def agreed(endpoint: Endpoint, own: View, look_again: Callable[[int], View], sec
             time.sleep(0.02)
     if any(view.iteration or view.fault for view in table.values()):
         _refuse_without(table)
+    _refuse_others(table)
     return own.iteration
+
+
+def _refuse_others(table: Mapping[int, View]) -> None:
+    """Raises Problem if what two nodes call the same checkpoint is not the same."""
+    owners: dict[str, int] = {}
+    for node, view in sorted(table.items()):
+        for name, content in view.content.items():
+            first = table[owners.setdefault(name, node)]
+            if first.content[name] != content:
+                found = f"node {owners[name]} ({first.host}) and node {node} ({view.host}) have different checkpoints"
+                raise Problem(f"{found} of iteration {view.iteration}: {name} is not the same file there", ONE_RUN)
 
 
 def _refuse_without(table: Mapping[int, View]) -> None:

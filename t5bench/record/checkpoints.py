@@ -9,6 +9,8 @@ checksums, however the run that wrote it ended.
 """
 
 import contextlib
+import io
+import pickle
 import re
 import shlex
 import zipfile
@@ -18,10 +20,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from t5bench import Problem
-from t5bench.checkpoint_form import SEAL, TRACKER, Division, Seal, damage_of, folder_of, seal_of_iteration
+from t5bench.checkpoint_form import SEAL, TRACKER, Division, Seal, checksum, damage_of, folder_of, seal_of_iteration
 from t5bench.costmodel.job import Architecture
+from t5bench.given_files import MOST_BYTES
 from t5bench.record.files import write_whole
 from t5bench.record.plan import Plan
 
@@ -31,6 +35,7 @@ RESHAPED_FROM = "reshaped-from"
 # In a directory of checkpoints from which no training can continue.
 WEIGHTS_ONLY = "weights-only"
 _NAME = re.compile(r"(?:iter_|global_step)(\d+)")
+DIGITS = 16  # of a checksum that nodes tell each other
 READERS = 4  # files at once: zlib computes CRC-32 without Python's lock
 
 
@@ -51,6 +56,51 @@ def damage(path: Path) -> str:
 def is_of_an_earlier_release(folder: Path) -> bool:
     """Whether the native engine saved it in files of one layout, as it did before it had one form for all."""
     return any(folder.glob("mp_rank_*")) or any(folder.glob("*zero_pp_rank_*"))
+
+
+class _Inert:
+    """Stands for whatever a pickle names."""
+
+    def __new__(cls, *_: Any, **__: Any) -> "_Inert":
+        return super().__new__(cls)
+
+    def __setstate__(self, _: Any) -> None:
+        pass
+
+    def __setitem__(self, *_: Any) -> None:
+        pass
+
+    def append(self, _: Any) -> None:
+        pass
+
+    def extend(self, _: Any) -> None:
+        pass
+
+
+class _Unpickler(pickle.Unpickler):
+    """Makes the dictionaries, texts and numbers of a file that torch.save wrote, and looks nothing up."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        return dict if (module, name) == ("collections", "OrderedDict") else _Inert
+
+    def persistent_load(self, _: Any) -> None:
+        """A tensor's storage."""
+
+
+def iteration_in(path: Path) -> int | None:
+    """The iteration that an intact file of Megatron-DeepSpeed says it was saved at; None if it says none."""
+    with contextlib.suppress(Exception), zipfile.ZipFile(path) as archive:  # whatever another program has written
+        name = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
+        if archive.getinfo(name).file_size <= MOST_BYTES:
+            said = _Unpickler(io.BytesIO(archive.read(name))).load().get("iteration")
+            return said if type(said) is int else None
+    return None
+
+
+def _content_of(path: Path) -> str:
+    """A checksum of a zip archive's content, from the checksums in its directory."""
+    with zipfile.ZipFile(path) as archive:
+        return checksum({entry.filename: [entry.file_size, entry.CRC] for entry in archive.infolist()})[:DIGITS]
 
 
 @dataclass(frozen=True)
@@ -155,7 +205,20 @@ class Checkpoints:
             return f"{folder.name}/{absent[0]} is missing"
         with ThreadPoolExecutor(READERS) as pool:
             found = zip(checks, pool.map(lambda check: check(), checks.values()), strict=True)
-            return next((f"{folder.name}/{name} {what}" for name, what in found if what), "")
+            damaged = next((f"{folder.name}/{name} {what}" for name, what in found if what), "")
+        if damaged or self.plan.engine == "native":
+            return damaged
+        own = {iteration_in(folder / name) for name in checks} - {None, iteration}
+        return f"{folder.name} holds the checkpoint of iteration {own.pop()}; its name is wrong" if own else ""
+
+    def content(self, iteration: int) -> dict[str, str]:
+        """What identifies the files of an intact checkpoint that other nodes must have alike, by their names."""
+        assert self.plan.layout
+        folder = self.folder(iteration)
+        if self.plan.engine == "native":
+            return {SEAL: self.seal(iteration).identity[:DIGITS]}
+        names = self.files(self.plan.layout.ranks_of(self.plan.node))
+        return {name: _content_of(folder / name) for name in names if "zero_pp_rank_" not in name}  # one rank's own
 
     def newest(self, limit: int | None = None) -> tuple[int, dict[int, str]]:
         """The newest intact checkpoint of at most `limit` iterations, 0 for none, and what is wrong with newer ones."""

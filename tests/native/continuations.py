@@ -40,6 +40,7 @@ from native.parallel import Mesh, local_part
 from native.token_file import TokenFile, pad_vocabulary
 from native.train import learning_rate, share_vocabulary
 from native.trainers import make_trainer
+from t5bench.checkpoint_form import folder_of, read_seal
 from t5bench.costmodel.schedule import ZERO_BUBBLE
 from t5bench.imports import import_deepspeed, leave_out_compiler
 from t5bench.plan import planner
@@ -135,7 +136,9 @@ class Process:
 
     def train(self, done: int, saver: checkpoint.Saver | None = None) -> Curve:
         """The iterations after `done`; saves after SAVED. Every rank has the whole curve."""
-        training, _ = open_data(self.args, self.mesh.dp.rank, self.file, self.vocabulary, done)
+        training, _ = open_data(
+            self.args, self.mesh.dp.rank, self.file, self.vocabulary, done, done * self.args.global_batch_size
+        )
         curve = []
         for iteration in range(done + 1, LAST + 1):
             loss, norm = self.trainer.step(next(training), learning_rate(self.args, iteration - 1))
@@ -161,7 +164,8 @@ class Process:
             for piece in self.trainer.pieces():
                 piece.tensor.fill_(math.nan)
         self.args.load = str(directory)
-        checkpoint.load(self.trainer, self.args, self.mesh, SAVED)
+        seal = read_seal(folder_of(directory, SAVED))
+        checkpoint.load(self.trainer, self.args, self.mesh, seal)
         self.make_mistake()
         return self.train(SAVED)
 

@@ -30,7 +30,7 @@ from native.parallel import Axis, Mesh
 from native.pieces import Piece, boxes_of_rows, boxes_of_stretch, shared_out
 from native.tensor_parallel import Slice
 from t5bench import Problem
-from t5bench.checkpoint_form import FIRST_INDEX, INDEX, SEAL, TRACKER, Division, Seal, folder_of
+from t5bench.checkpoint_form import FIRST_INDEX, INDEX, SEAL, TRACKER, Division, Seal, folder_of, read_seal
 
 LARGEST = 5e-6  # the gate's, of a relative difference in fp32
 
@@ -254,14 +254,14 @@ def test_dropout_continues_where_the_same_processes_draw_it(monkeypatch: pytest.
         return [torch.rand(4, generator=generator).tolist() for generator in drawn_from]
 
     before = draws()
-    checkpoint.load(trainer, args, mesh, 3)
+    checkpoint.load(trainer, args, mesh, read_seal(folder_of(alone, 3)))
     assert draws() == before
     args.dp = 2
     anew = []
     for _ in range(2):  # every attempt begins alike
         for generator in drawn_from:
             generator.manual_seed(5)
-        checkpoint.load(trainer, args, mesh, 3)
+        checkpoint.load(trainer, args, mesh, read_seal(folder_of(alone, 3)))
         anew.append(draws())
     assert anew[0] == anew[1]
     assert all(one != other for one, other in zip(anew[0], before, strict=True))

@@ -1,7 +1,10 @@
 """Which files a checkpoint has, intact and damaged ones, and what metrics.jsonl says about a resumed run."""
 
 import json
+import random
 import re
+from argparse import Namespace
+from collections import OrderedDict
 from pathlib import Path
 
 import pytest
@@ -12,7 +15,7 @@ from made_runs import cut_off, made_checkpoints, write_checkpoint
 
 from t5bench import Problem
 from t5bench.checkpoint_form import INDEX, SEAL, read_seal
-from t5bench.record.checkpoints import damage
+from t5bench.record.checkpoints import damage, iteration_in
 from t5bench.record.records import mark_resume, read_metrics
 
 # What the engines wrote, listed from real runs: (engine, ZeRO stage, precision, TP, PP, DP) and the files of all ranks.
@@ -106,6 +109,23 @@ def test_the_newest_intact_checkpoint_of_megatron(tmp_path: Path):
     iteration, faults = found.newest()
     assert iteration == 20
     assert re.fullmatch(r"iter_0000030/mp_rank_00/model_optim_rng.pt is truncated \(it has \d+ bytes\)", faults[30])
+
+
+def test_megatron_s_files_say_their_iteration(tmp_path: Path):
+    found = made_checkpoints(tmp_path, engine="megatron")
+    for name, iteration in (("iter_0000010", 10), ("iter_0000030", 10)):
+        path = found.directory / name / "mp_rank_00" / "model_optim_rng.pt"
+        path.parent.mkdir(parents=True)
+        args = Namespace(iteration=7, path=Path("a"), kind=re.compile("x"))
+        state = {"args": args, "model": OrderedDict(w=torch.ones(3)), "optimizer": {"state": {0: {"step": 3}}}}
+        torch.save({**state, "iteration": iteration, "rng": [random.Random(1).getstate()]}, path)
+    assert iteration_in(path) == 10
+    sentence = "iter_0000030 holds the checkpoint of iteration 10; its name is wrong"
+    assert found.newest() == (10, {30: sentence})
+    same, other = found.content(10), {**found.content(30)}
+    assert same == other
+    torch.save({"iteration": 10, "model": {"w": torch.zeros(3)}}, path)
+    assert found.content(30) != same
 
 
 def test_a_list_of_files_names_none_elsewhere(tmp_path: Path):

@@ -99,7 +99,7 @@ def test_a_node_knows_whether_missing_progress_means_something(soon_silent, node
 def test_a_node_that_resumes_and_one_that_does_not_know_it_at_once():
     """The one that looks for a checkpoint ends; the other says why nobody comes."""
     port, warnings = free_port(), []
-    view = View(10, "", "here")
+    view = View(10, "", "here", {})
     with contextlib.closing(Peers(Endpoint(0, 2, HOST, port, RUN, SECRET), warn=warnings.append)):
         began = time.monotonic()
         with pytest.raises(Problem, match="looks for a checkpoint, with RESUME=1, and node 0 trains") as caught:
@@ -378,7 +378,12 @@ def test_a_node_with_another_secret_is_warned_and_named():
 
     def resume(node: int, secret: bytes) -> None:
         with pytest.raises(Problem) as problem:
-            agreed(Endpoint(node, 2, HOST, port, RUN, secret), View(10, "", "here"), lambda _: View(10, "", "here"), 2)
+            agreed(
+                Endpoint(node, 2, HOST, port, RUN, secret),
+                View(10, "", "here", {}),
+                lambda _: View(10, "", "here", {}),
+                2,
+            )
         found[node] = problem.value
 
     threads = [threading.Thread(target=resume, args=each) for each in enumerate((SECRET, b"another"))]

@@ -25,6 +25,7 @@ from native.arguments import parse
 from native.parallel import Mesh
 from native.pieces import KINDS, WEIGHTS
 from native.trainers import make_trainer
+from t5bench.checkpoint_form import read_seal
 from t5bench.imports import import_deepspeed, leave_out_compiler
 from t5bench.tools.convert import export as exporting
 from t5bench.tools.convert.parameter_map import parameter_map
@@ -82,7 +83,7 @@ def engine_logits(model: TrainedModel, rank: int, world: int, directory: Path) -
     mesh = Mesh.build(args.pp, args.dp, args.tp, args.device, args.seed)
     trainer = make_trainer(args, mesh)
     args.load = str(model.folder.parent)
-    checkpoint.load(trainer, args, mesh, model.iteration)
+    checkpoint.load(trainer, args, mesh, read_seal(model.folder))
     trainer.model.eval()
     slices: list[torch.Tensor] = []
     catch_logits(slices)
