@@ -25,8 +25,7 @@ from typing import Any
 from t5bench import Problem
 from t5bench.checkpoint_form import SEAL, TRACKER, Division, Seal, checksum, damage_of, folder_of, seal_of_iteration
 from t5bench.costmodel.job import Architecture
-from t5bench.given_files import MOST_BYTES
-from t5bench.record.files import write_whole
+from t5bench.record.files import MOST_BYTES_OF_A_DOCUMENT, write_whole
 from t5bench.record.plan import Plan
 
 DEEPSPEED_TRACKER = "latest"
@@ -91,7 +90,7 @@ def iteration_in(path: Path) -> int | None:
     """The iteration that an intact file of Megatron-DeepSpeed says it was saved at; None if it says none."""
     with contextlib.suppress(Exception), zipfile.ZipFile(path) as archive:  # whatever another program has written
         name = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
-        if archive.getinfo(name).file_size <= MOST_BYTES:
+        if archive.getinfo(name).file_size <= MOST_BYTES_OF_A_DOCUMENT:
             said = _Unpickler(io.BytesIO(archive.read(name))).load().get("iteration")
             return said if type(said) is int else None
     return None
