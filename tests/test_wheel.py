@@ -26,7 +26,9 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         target.write_bytes((REPO_ROOT / name).read_bytes())
     subprocess.run([sys.executable, "-m", "venv", str(directory / "venv")], check=True)
     pip = [str(directory / "venv" / "bin" / "python"), "-m", "pip", "install", "--quiet"]
-    subprocess.run([*pip, str(directory / "source")], check=True, timeout=300)
+    source = directory / "source"
+    apart = [source / "packages" / name for name in ("costmodel-evidence", "planner-page")]
+    subprocess.run([*pip, *map(str, (source, *apart))], check=True, timeout=300)
     (directory / "source").rename(directory / "gone")
     return directory / "venv" / "bin"
 
@@ -50,6 +52,13 @@ def test_questions_are_answered(installed: Path, tmp_path: Path):
     assert "usage:" in t5bench(installed, "judge", "--help")
     t5bench(installed, "pack", *runs, "-o", str(tmp_path / "all.tar.gz"))
     t5bench(installed, "verify", str(tmp_path / "all.tar.gz"))
+
+
+def test_packages_that_are_installed_beside_it_serve_their_options(installed: Path, tmp_path: Path):
+    assert re.search(r"Allocated memory: \d+ figures", t5bench(installed, "predict", "--check"))
+    page = tmp_path / "layouts.html"
+    t5bench(installed, "layouts", "--page", str(page), "--device", "a100")
+    assert "choose$space$one_to_run" in page.read_text()
 
 
 @pytest.mark.parametrize("words", [["sweep", "--runs-dir", "/nowhere"], ["cluster"], ["support"], ["prepare-data"]])

@@ -43,7 +43,7 @@ from t5bench.text import WAITING_FOR_HOST
 if TYPE_CHECKING:
     from t5bench.compare.rows import Row
 
-THEIR_GRID = Path("its own")  # of --choice without a file
+THEIR_OWN = Path("its own")  # of --check and --choice without a file
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,11 +56,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     network = "the file that check_cluster.sh --network wrote before that run (default: --network)"
     parser.add_argument("--calibrate-link", type=at_least(1e-6, float), metavar="GBIT", help=link)
     parser.add_argument("--calibrate-network", type=Path, metavar="FILE", help=network)
-    parser.add_argument("--check", type=Path, metavar="FILE", help="compare the model with published measurements")
+    check = "compare the model with published measurements, or with those of a FILE in the same form"
+    parser.add_argument("--check", type=Path, nargs="?", const=THEIR_OWN, metavar="FILE", help=check)
     widths = "derive the 90 %% intervals from published measurements, and test them on others"
     parser.add_argument("--intervals", action="store_true", help=widths)
     choice = "judge the choice of layouts on 720 published times of one kind of node, or on a FILE with such columns"
-    parser.add_argument("--choice", type=Path, nargs="?", const=THEIR_GRID, metavar="FILE", help=choice)
+    parser.add_argument("--choice", type=Path, nargs="?", const=THEIR_OWN, metavar="FILE", help=choice)
     parser.add_argument(
         "--published", action="store_true", help="print docs/generated/published.md: two tutorials' figures"
     )
@@ -133,12 +134,13 @@ def predict(args: argparse.Namespace) -> int:
 def against_others(args: argparse.Namespace) -> int:
     """Holds the model against what others published. Raises Problem."""
     if args.check:
-        return imported("t5bench_evidence.check").run(args)
+        check = imported("t5bench_evidence.check")
+        return check.run(list(check.FILES) if args.check == THEIR_OWN else [args.check], args.json)
     if args.intervals:
         return imported("t5bench_evidence.intervals").run(args.json)
     if args.choice:
         grid = imported("t5bench_evidence.grid")
-        return grid.run(grid.FILE if args.choice == THEIR_GRID else args.choice, args.json)
+        return grid.run(grid.FILE if args.choice == THEIR_OWN else args.choice, args.json)
     print(imported("t5bench_evidence.tutorials").page(), end="")
     return 0
 

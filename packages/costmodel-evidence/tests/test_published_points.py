@@ -56,6 +56,16 @@ def test_errors_on_published_points(file: Path, use: str, count: int, average: f
     assert (mean(errors), max(errors)) == (pytest.approx(average, abs=1e-6), pytest.approx(worst, abs=1e-4))
 
 
+def test_without_a_file_the_command_checks_all_of_its_own(capsys: pytest.CaptureFixture[str]):
+    assert main(["predict", "--check", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert len(shown["rows"]) == sum(isinstance(row, check.PredictedFigure) for row in check.compare_all(all_points()))
+
+
+def all_points() -> list[points.Point]:
+    return [point for file in (FILE, MORE) for point in points.read(file)[0]]
+
+
 def test_every_point_is_compared_or_has_a_reason_and_no_rule_names_one():
     seen = {(name, entry.use) for entry in compared(FILE) for name in entry.point.split(" / ")}
     folders = (REPO_ROOT / "t5bench" / "costmodel", Path(check.__file__).parent)

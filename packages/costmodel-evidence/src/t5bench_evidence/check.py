@@ -3,7 +3,6 @@
 Only its inputs decide which pairs of throughputs are compared. Nothing is fitted to a point.
 """
 
-import argparse
 import json
 import re
 from collections.abc import Hashable, Iterable, Iterator, Sequence
@@ -11,6 +10,7 @@ from dataclasses import asdict, astuple, dataclass
 from functools import cached_property
 from itertools import combinations, groupby
 from math import prod
+from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
@@ -23,6 +23,10 @@ from t5bench_evidence.jobs import job_of, machine_of, same_source_and_model
 from t5bench_evidence.points import Point, read
 from t5bench_evidence.words import Unpredictable, device_of, optimizer_states, require, software
 
+# Those of this package; the second was collected after the model had been finished.
+FILES = tuple(
+    Path(__file__).with_name(f"{name}_measurements.json") for name in ("published_training", "more_published")
+)
 HEADINGS = {
     "memory": "Allocated memory",
     "peak": "Peak memory",
@@ -245,15 +249,21 @@ def summary(rows: Sequence[PredictedFigure]) -> str:
     return f"{len(rows)} figures: mean {mean(errors):.1%}, median {median(errors):.1%}, worst {max(errors):.1%}"
 
 
-def run(args: argparse.Namespace) -> int:
-    """Prints the check; 1 if an entry is invalid. Raises Problem."""
-    points, invalid, unknown = read(args.check)
+def run(files: Sequence[Path], as_json: bool) -> int:
+    """Prints the check of all files together; 1 if an entry is invalid. Raises Problem."""
+    points: list[Point] = []
+    invalid: list[str] = []
+    unknown: list[str] = []
+    for found, wrong, ignored in map(read, files):
+        points += found
+        invalid += wrong
+        unknown += ignored
     entries = compare_all(points)
     missing = [entry for entry in entries if isinstance(entry, Missing)]
     order = list(HEADINGS)
     compared = [entry for entry in entries if isinstance(entry, PredictedFigure)]
     compared.sort(key=lambda row: order.index(row.use))
-    if args.json:
+    if as_json:
         content = {"rows": [asdict(row) | {"error": row.error} for row in compared]}
         content |= {"missing": [asdict(entry) for entry in missing], "notes": invalid + unknown}
         print(json.dumps(content, indent=2))
