@@ -38,6 +38,12 @@ NO_RECORD = "it was imported, and has no record of a training"
 def run(arguments: argparse.Namespace) -> int:
     model = TrainedModel.of_run(arguments.run, arguments.iteration)
     engine = arguments.engine or model.engine
+    is_wanted = arguments.output is not None or arguments.iteration is not None
+    if engine == "native" and is_stored(model.folder) and not is_wanted:
+        print(f"{arguments.run} has the form that every strategy of the native engine continues; nothing was written")
+        print(f"Start any launcher with RESUME=1, OUTPUT_DIR={arguments.run} and the run's other settings.")
+        print("--output DIRECTORY makes a copy, --iteration N one of an earlier checkpoint.")
+        return 0
     ending = "native" if engine == "native" else f"tp{arguments.tp}-pp{arguments.pp}"
     output = arguments.output or arguments.run.with_name(f"{arguments.run.name}-{ending}")
     if output.exists():

@@ -165,6 +165,14 @@ def test_a_run_of_the_native_engine_continues_under_another_strategy(
 
 
 @pytest.mark.slow
+def test_a_native_run_needs_no_second_checkpoint(native_runs: Path, capsys: pytest.CaptureFixture[str]):
+    before = sorted(native_runs.iterdir())
+    assert main(["reshape", str(native_runs / "hybrid"), "--tp", "2"]) == 0
+    said = capsys.readouterr().out
+    assert "nothing was written" in said and f"RESUME=1, OUTPUT_DIR={native_runs / 'hybrid'}" in said
+    assert sorted(native_runs.iterdir()) == before
+
+
 def test_a_reshaped_run_of_the_native_engine_is_the_run_again(native_runs, sample_data: Path, tmp_path: Path):
     """It can be exported and reshaped again before it continues, under the settings that its run had."""
     directory = tmp_path / "reshaped"
