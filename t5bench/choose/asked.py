@@ -10,7 +10,7 @@ from pathlib import Path
 from t5bench import Problem, note
 from t5bench.arguments import at_least
 from t5bench.choose.space import EngineJob
-from t5bench.costmodel.job import Architecture, Job, Zero, padded
+from t5bench.costmodel.job import Architecture, Job, Zero, beyond_parts, padded
 from t5bench.costmodel.machine import DEVICES, GIB, Device, Host, Link, device_of
 from t5bench.costmodel.parameters import parameters
 from t5bench.costmodel.prediction import LATENCY
@@ -281,20 +281,44 @@ def asked_model(args: argparse.Namespace) -> AskedModel:
         ddp, *zeros = plans_of_one_gpu(args, engine)
         job = Job.of_plan(ddp, vocabulary_of(ddp, args.vocabulary))
         architecture = architecture_named(args.model, AskedLengths.of(args))
+        takes_its_file = engine == "native" and bool(settings_of_file(args))
+        if takes_its_file:
+            kept = given(ddp) | {"MODEL": args.model}  # as a path: the plan has what is in the file
+            is_launchable = False
+            engines.append(EngineJob(replace(job, architecture=architecture), zeros_of(zeros), takes_its_file))
+            continue
         if architecture:
             is_launchable = replace(job.architecture, padded_vocabulary=architecture.padded_vocabulary) == architecture
             job = replace(job, architecture=architecture)
         kept |= given(ddp)
-        engines.append(EngineJob(job, [Zero.of_config(each.ds_config) for each in zeros]))
+        engines.append(EngineJob(job, zeros_of(zeros)))
     # fp16 needs the loss scaling that the native engine lacks; it stays where it was asked for.
     able = [each for each in engines if asked or each.job.engine != "native" or each.job.precision != "fp16"]
     return AskedModel(able, kept, is_launchable)
 
 
+def zeros_of(plans: Sequence[Plan]) -> list[Zero]:
+    return [Zero.of_config(planned.ds_config) for planned in plans]
+
+
+def settings_of_file(args: argparse.Namespace) -> dict[str, str]:
+    """The settings by which the native engine trains the model of a file; none if it cannot. Raises Problem."""
+    if not args.model or not args.model.endswith(".json"):
+        return {}
+    architecture = architecture_named(args.model, AskedLengths.of(args))
+    if not architecture or beyond_parts(architecture):
+        return {}
+    names = FAMILIES[architecture.family].lengths
+    lengths = (architecture.encoder_length, architecture.decoder_length)
+    own = [length for length in lengths if length]
+    return {"MODEL": args.model} | {name: str(length) for name, length in zip(names, own, strict=True)}
+
+
 def plans_of_one_gpu(args: argparse.Namespace, engine: str) -> list[Plan]:
     """The launchers' settings, and those of a preset by its name, as plans of DDP and ZERO for one GPU."""
     one = {"NPROC_PER_NODE": "1", "GLOBAL_BATCH_SIZE": "1", "MICRO_BATCH_SIZE": "1", "ENGINE": engine}
-    settings = without_layout(os.environ | ALONE | one | settings_of(args.model, AskedLengths.of(args)))
+    of_file = settings_of_file(args) if engine == "native" else {}
+    settings = without_layout(os.environ | ALONE | one | (of_file or settings_of(args.model, AskedLengths.of(args))))
     plans = [plan(settings, strategy) for strategy in ("ddp", *ZERO)]
     for planned in plans:
         if planned.layout is None or (planned.strategy.ds_config and not planned.ds_config):

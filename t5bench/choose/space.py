@@ -173,6 +173,8 @@ class EngineJob:
     """On one GPU, with DDP."""
     zeros: Sequence[Zero]
     """Of the strategies in ZERO."""
+    takes_its_file: bool = False
+    """Whether its launchers train the model by its config.json, in the setting MODEL."""
 
 
 def layouts(
@@ -319,8 +321,9 @@ class Space:
 
     def ranked(self) -> list[Candidate]:
         """Every layout, the fastest first. Raises Problem if no layout divides the model or none fits."""
+        is_launchable = {each.job.engine: self.is_launchable or each.takes_its_file for each in self.engines}
         candidates = [
-            Candidate(job, self.machine, self.backend, given=self.given, is_launchable=self.is_launchable)
+            Candidate(job, self.machine, self.backend, given=self.given, is_launchable=is_launchable[job.engine])
             for job in self.jobs()
         ]
         if not candidates:

@@ -8,7 +8,10 @@ import pytest
 
 from t5bench import __main__ as program
 from t5bench.choose.space import as_fast, one_to_run
+from t5bench.costmodel.job import Job
 from t5bench.costmodel.machine import GIB
+from t5bench.costmodel.parameters import parameters
+from t5bench.plan.planner import plan
 
 LLAMA = {"model_type": "llama", "vocab_size": 32000, "hidden_size": 1024, "intermediate_size": 2816,
          "num_hidden_layers": 8, "num_attention_heads": 16, "max_position_embeddings": 8192}  # fmt: skip
@@ -138,3 +141,20 @@ def test_many_equal_layouts_end_in_one_command(capsys: pytest.CaptureFixture[str
     for candidate in seen[0]:
         fastest.setdefault(candidate.kind, candidate.seconds)
     assert len(kinds) > 10 and kinds == sorted(kinds, key=lambda kind: fastest[kind])
+
+
+def test_a_models_file_is_started_by_the_command(capsys: pytest.CaptureFixture[str], monkeypatch, config: Path):
+    """The native engine trains what was priced; Megatron-DeepSpeed cannot, and no engine trains every kind."""
+    monkeypatch.delenv("ENGINE", raising=False)
+    words = ("layouts", "--gpus", 2, "--device", "h100", "--json", "--model", config)
+    ranked = json.loads(answer(capsys, *words, "--length", 2048)[0])["2"]
+    assert {(each["engine"], each["missing"]) for each in ranked} == {("native", ""), ("megatron", "no: --model")}
+    command = next(each["start"] for each in ranked if each["kind"] == "TP")
+    settings = dict(word.split("=", 1) for word in command.split() if "=" in word)
+    assert settings["MODEL"] == str(config) and settings["SEQ_LENGTH"] == "2048"
+    planned = plan({"DEVICE": "cuda", "PATH": "/usr/bin", "HOME": "/nonexistent"} | settings, "tensor")
+    job = Job.of_plan(planned, 32000)
+    assert parameters(job.architecture) == 168_313_856 and job.architecture.decoder_length == 2048
+    config.write_text(json.dumps(LLAMA | {"model_type": "gemma"}))
+    ranked = json.loads(answer(capsys, *words)[0])["2"]
+    assert {each["missing"] for each in ranked} == {"no: --model"}
