@@ -142,7 +142,7 @@ def _ratio_is_constant(comparison: Comparison, loss: Difference) -> bool:
     ours, theirs = comparison.first.norm, comparison.second.norm
     steps = [step for step in sorted(ours.keys() & theirs.keys()) if step < (loss.step or 0) and theirs[step]]
     ratios = [ours[step] / theirs[step] for step in steps]
-    return max(ratios) - min(ratios) <= SAME_FACTOR * max(ratios)
+    return max(ratios) - min(ratios) <= DRIFT * comparison.bounds.norm * max(ratios)
 
 
 def _not_finite(comparison: Comparison, found: Difference) -> str:
