@@ -35,6 +35,7 @@ from t5bench.choose.space import (
     shown_first,
     which_to_run,
 )
+from t5bench.choose.whole_training import WholeTraining, add_whole_training
 from t5bench.costmodel.machine import DEVICES, GIB
 from t5bench.costmodel.prediction import with_link
 from t5bench.costmodel.presets import NOTES
@@ -47,6 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpus", help="one or more numbers of GPUs: 8,64,512,4096")
     add_machine(parser)
     add_model(parser)
+    add_whole_training(parser)
     parser.add_argument("--per-node", type=whole, default=8, help="GPUs per node (default: %(default)s)")
     batch = "samples per iteration (default: GLOBAL_BATCH_SIZE, but at least one per GPU)"
     parser.add_argument("--global-batch", type=whole, help=batch)
@@ -94,6 +96,7 @@ def rank(args: argparse.Namespace) -> int:
     if args.model in NOTES:
         note(f"{args.model}: {NOTES[args.model]}")
     name_keys_not_read(args.model)
+    whole = WholeTraining.of(args)
     sizes = numbers_of_gpus(args.gpus or "")
     if not args.device:
         raise Problem("--device is missing", f"Choose from: {' '.join(DEVICES)}")
@@ -120,18 +123,20 @@ def rank(args: argparse.Namespace) -> int:
         )
         ranked[size] = space.ranked()
     if args.json:
-        print(json.dumps({size: _json(candidates) for size, candidates in ranked.items()}, indent=2))
+        print(json.dumps({size: _json(candidates, whole) for size, candidates in ranked.items()}, indent=2))
     else:
         for size, candidates in ranked.items():
-            show(size, candidates, args)
+            show(size, candidates, args, whole)
         if len(ranked) > 1:
-            print(table(against_the_smallest(ranked)))
+            print(table(against_the_smallest(ranked, whole)))
     if args.picture:
         draw(ranked, args.picture, device.memory)
     return 0
 
 
-def show(gpus: int, candidates: Sequence[Candidate], args: argparse.Namespace) -> None:
+def show(
+    gpus: int, candidates: Sequence[Candidate], args: argparse.Namespace, whole: WholeTraining | None = None
+) -> None:
     fitting = [candidate for candidate in candidates if candidate.fits]
     front = pareto(candidates)
     batch = fitting[0].job.global_batch
@@ -155,6 +160,7 @@ def show(gpus: int, candidates: Sequence[Candidate], args: argparse.Namespace) -
             "front": "*" if candidate in front else "",
             "engine": candidate.job.engine,
             "can run": candidate.missing or "yes",
+            **(whole.figures(candidate.job, candidate.seconds) if whole else {}),
         }
         for candidate in shown_first(candidates, args.top)
     ]
@@ -186,7 +192,9 @@ def show(gpus: int, candidates: Sequence[Candidate], args: argparse.Namespace) -
         print(f"\n{which_to_run(candidates)}:\n  {one_to_run(candidates).start}\n")
 
 
-def against_the_smallest(ranked: Mapping[int, Sequence[Candidate]]) -> list[dict[str, str | float]]:
+def against_the_smallest(
+    ranked: Mapping[int, Sequence[Candidate]], whole: WholeTraining | None = None
+) -> list[dict[str, str | float]]:
     """What more GPUs buy: a row for each number, with the fastest layout to run and its gain on the smallest number."""
     smallest = min(ranked)
     base = best_to_run(ranked[smallest])
@@ -205,6 +213,7 @@ def against_the_smallest(ranked: Mapping[int, Sequence[Candidate]]) -> list[dict
                 "samples/s": rate,
                 f"against {smallest} GPUs": f"{gain:.2f}x",
                 "of that many times": f"{gain * smallest / gpus:.0%}",
+                **(whole.figures(best.job, best.seconds) if whole else {}),
             }
         )
     return rows
@@ -240,7 +249,7 @@ def draw(ranked: Mapping[int, Sequence[Candidate]], path: Path, memory: int) -> 
         raise Problem(f"cannot write the picture {path}: {error}", "Give a .svg, .png or .pdf") from error
 
 
-def _json(candidates: Sequence[Candidate]) -> list[dict[str, object]]:
+def _json(candidates: Sequence[Candidate], whole: WholeTraining | None) -> list[dict[str, object]]:
     front = {id(candidate) for candidate in pareto(candidates)}
     fast = {id(candidate) for candidate in as_fast(candidates)}
     return [
@@ -264,6 +273,7 @@ def _json(candidates: Sequence[Candidate]) -> list[dict[str, object]]:
             "zero": asdict(candidate.job.zero),
             "micro_batch": candidate.job.micro_batch,
             "recompute": candidate.job.recompute,
+            **({"whole_training": whole.figures(candidate.job, candidate.seconds)} if whole and candidate.fits else {}),
         }
         for candidate in candidates
     ]

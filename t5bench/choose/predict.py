@@ -26,6 +26,7 @@ from t5bench.choose.asked import (
     settings_of,
     vocabulary_of,
 )
+from t5bench.choose.whole_training import WholeTraining, add_whole_training
 from t5bench.costmodel import schedule, time
 from t5bench.costmodel.job import Job
 from t5bench.costmodel.machine import GIB
@@ -50,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", nargs="*", type=Path, help="run directories (default: the current settings)")
     add_machine(parser)
     add_model(parser)
+    add_whole_training(parser)
     calibrate = "calibrate the machine's speed with this run; with several, repeat the option"
     parser.add_argument("--calibrate", type=Path, action="append", metavar="RUN", help=calibrate)
     link = "the link's speed in that run (default: --link)"
@@ -100,6 +102,7 @@ def predict(args: argparse.Namespace) -> int:
     if args.model in NOTES:
         note(f"{args.model}: {NOTES[args.model]}")
     name_keys_not_read(args.model)
+    whole = WholeTraining.of(args)
     calibrated = None
     slower = None
     if args.calibrate:
@@ -120,11 +123,14 @@ def predict(args: argparse.Namespace) -> int:
         calibrated.check([entry.prediction for entry in entries])
     if args.json:
         machine = asdict(entries[0].prediction.machine)
-        content = [entry.prediction.to_json() | {"measured": entry.compared()} for entry in entries]
+        content = [
+            entry.prediction.to_json() | {"measured": entry.compared()} | whole_figures(entry, whole)
+            for entry in entries
+        ]
         print(json.dumps({"machine": machine, "rows": content, "refused": refused}, indent=2))
         return 0
     print(f"{header(args, [entry.prediction for entry in entries])}\n")
-    show(entries, refused, only_elsewhere(args))
+    show(entries, refused, only_elsewhere(args), whole)
     if args.schedule:
         for entry in entries:
             show_schedule(entry.prediction)
@@ -325,11 +331,21 @@ def header(args: argparse.Namespace, predictions: Sequence[Prediction]) -> str:
     return "\n".join((*models, *machines))
 
 
-def show(entries: Sequence[Entry], refused: Mapping[str, str], elsewhere: Sequence[str]) -> None:
-    """Prints the tables. refused: why not, by strategy. elsewhere: sentences on what another engine has."""
+def whole_figures(entry: "Entry", whole: WholeTraining | None) -> dict[str, dict[str, float]]:
+    """For programs: what a whole training takes, where that is asked and the time is known."""
+    if not whole or not entry.prediction.time:
+        return {}
+    return {"whole_training": whole.figures(entry.prediction.job, entry.prediction.time.total)}
+
+
+def show(
+    entries: Sequence[Entry], refused: Mapping[str, str], elsewhere: Sequence[str], whole: WholeTraining | None = None
+) -> None:
+    """Prints the tables. refused: why not, by strategy. elsewhere: sentences on what another engine has. whole: the
+    training whose hours are asked, too."""
     memory = [_memory(entry.prediction) for entry in entries]
     print(table(memory, ".2f"), end="\n\n")
-    costs = [_cost(entry) for entry in entries]
+    costs = [_cost(entry, whole) for entry in entries]
     print(table(costs, {"MB": ",.1f"}), end="\n\n")
     for name, reason in refused.items():
         print(f"{name} cannot run: {reason}")
@@ -409,7 +425,7 @@ def _memory(prediction: Prediction) -> dict[str, str | float]:
     return cells
 
 
-def _cost(entry: Entry) -> dict[str, str | float]:
+def _cost(entry: Entry, whole: WholeTraining | None) -> dict[str, str | float]:
     """The cells of the second table: bytes and time, what was measured of them, and how far the prediction is off."""
     prediction = entry.prediction
     batch = prediction.job.global_batch
@@ -426,6 +442,8 @@ def _cost(entry: Entry) -> dict[str, str | float]:
         cells["TFLOP/s"] = prediction.tflops
         if prediction.mfu is not None:
             cells["MFU"] = f"{prediction.mfu:.1%}"
+        if whole:
+            cells |= whole.figures(prediction.job, prediction.time.total)
     cells["limited by"] = words_of_limit(prediction.limit)
     for quantity, (measured, expected) in entry.compared().items():
         cells[f"{quantity} measured"] = measured

@@ -158,3 +158,23 @@ def test_a_models_file_is_started_by_the_command(capsys: pytest.CaptureFixture[s
     config.write_text(json.dumps(LLAMA | {"model_type": "gemma"}))
     ranked = json.loads(answer(capsys, *words)[0])["2"]
     assert {each["missing"] for each in ranked} == {"no: --model"}
+
+
+def test_hours_and_money_to_a_number_of_tokens(capsys: pytest.CaptureFixture[str], config: Path):
+    asked = ("--device", "h100", "--model", config, "--tokens", "20e9", "--price", 2.5)
+    for command in (("layouts", "--gpus", 2), ("predict",)):
+        shown = json.loads(answer(capsys, *command, *asked, "--json")[0])
+        row = shown["2"][0] if "2" in shown else next(each for each in shown["rows"] if each["seconds"])
+        seconds = row["seconds"] if "2" in shown else row["seconds"]["total"]
+        found = row["whole_training"]
+        assert found["tokens/s"] == pytest.approx(16 * 4096 / seconds)
+        hours = 20e9 / found["tokens/s"] / 3600
+        assert found["hours to 2e+10 tokens"] == pytest.approx(hours)
+        assert found["price at 2.5 an hour"] == pytest.approx(hours * 2 * 2.5)
+        text, _ = answer(capsys, *command, *asked)
+        assert "hours to 2e+10 tokens" in text and f"{hours:.4g}" in text
+    t5, _ = answer(capsys, "predict", "--device", "h100", "--tokens", 16 * (512 + 128), "--json")
+    row = json.loads(t5)["rows"][0]
+    assert row["whole_training"]["hours to 1.02e+04 tokens"] == pytest.approx(row["seconds"]["total"] / 3600)
+    assert program.main(["predict", "--device", "h100", "--price", "2"]) == 2
+    assert "without --tokens" in capsys.readouterr().err
