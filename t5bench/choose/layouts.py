@@ -5,6 +5,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from t5bench import Problem, note
 from t5bench.arguments import at_least
@@ -226,27 +227,40 @@ def mfu_text(candidate: Candidate) -> str:
 
 def draw(ranked: Mapping[int, Sequence[Candidate]], path: Path, memory: int) -> None:
     """A panel for each number of GPUs. memory: bytes of one. Raises Problem for another kind of file."""
+    from t5bench.report import svg
+
+    try:
+        svg.write(lambda: _panels(ranked, memory), path)
+    except ValueError as error:
+        raise Problem(f"cannot write the picture {path}: {error}", "Give a .svg, .png or .pdf") from error
+
+
+def _panels(ranked: Mapping[int, Sequence[Candidate]], memory: int) -> Any:
     from matplotlib.figure import Figure
 
     def coordinates(candidates: Iterable[Candidate]) -> tuple[list[float], list[float]]:
         shown = list(candidates)
         return [each.memory_bytes / GIB for each in shown], [each.seconds for each in shown]
 
-    figure = Figure(figsize=(5 * len(ranked), 4), layout="constrained")
+    figure = Figure(figsize=(4.5 * len(ranked) + 2.5, 6), layout="constrained")
+    labelled: dict[str, Any] = {}
     panels = figure.subplots(1, len(ranked), squeeze=False)[0]
+    kinds = dict.fromkeys(each.kind for candidates in ranked.values() for each in candidates if each.fits)
     for axes, (gpus, candidates) in zip(panels, ranked.items(), strict=True):
         axes.set(title=f"{gpus} GPUs", yscale="log", xlabel="GiB on the fullest GPU", ylabel="s/iteration")
         fitting = [candidate for candidate in candidates if candidate.fits]
-        for kind in dict.fromkeys(candidate.kind for candidate in fitting):
+        for number, kind in enumerate(kinds):
             of_kind = [candidate for candidate in fitting if candidate.kind == kind]
-            axes.scatter(*coordinates(of_kind), s=9, label=kind)
-        axes.step(*coordinates(pareto(candidates)), "k-", where="post", label="front")
-        axes.axvline(memory / GIB, color="grey", linestyle=":")
-        axes.legend(fontsize="x-small")
-    try:
-        figure.savefig(path)
-    except ValueError as error:
-        raise Problem(f"cannot write the picture {path}: {error}", "Give a .svg, .png or .pdf") from error
+            marker = "osD^"[number // 10 % 4]
+            labelled[kind] = axes.scatter(*coordinates(of_kind), s=9, color=f"C{number % 10}", marker=marker)
+        (labelled["no layout is smaller and faster"],) = axes.step(
+            *coordinates(pareto(candidates)), "-", color="grey", where="post"
+        )
+        labelled["the GPU's memory"] = axes.axvline(memory / GIB, color="grey", linestyle=":")
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("")
+    figure.legend(labelled.values(), labelled.keys(), loc="outside right upper", fontsize="xx-small")
+    return figure
 
 
 def _json(candidates: Sequence[Candidate], whole: WholeTraining | None) -> list[dict[str, object]]:

@@ -3,15 +3,11 @@
 What belongs to a row has the row's name (data-row) and says as its title what it is.
 """
 
-import io
-import itertools
 import math
 import re
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import matplotlib
 from markupsafe import escape
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
@@ -21,14 +17,12 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
 from t5bench.compare.comparison import Comparison
 from t5bench.record.plan import Strategy
+from t5bench.report import svg
 from t5bench.report.figures import GRID, INK, Figure, Panel, Series
 from t5bench.report.tables import significant
 
-# matplotlib wants numbers, so each colour of the page's style sheet has one that stands in for it.
-_INK = "#010203"
-_GRID = "#040506"
-_PAPER = "#070809"
-_STAND_INS = {INK: _INK, GRID: _GRID, "var(--paper)": _PAPER}
+# matplotlib wants numbers, so the page's colours have some that stand in for them.
+_STAND_INS = {INK: svg.INK, GRID: svg.GRID}
 # A line tells the strategy by its dashes too.
 _DASHES = (
     (),
@@ -40,30 +34,9 @@ _DASHES = (
     (6, 1.5, 1, 1.5),
     (2, 1.2, 1, 1.2),
 )
-_STYLE = {
-    "text.color": _INK,
-    "axes.edgecolor": _INK,
-    "axes.labelcolor": _INK,
-    "xtick.color": _INK,
-    "ytick.color": _INK,
-    "svg.fonttype": "none",
-    "path.simplify": False,
-    "text.parse_math": False,
-    "font.size": 11,
-    "axes.titlesize": 11,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.axisbelow": True,
-    "axes.grid": True,
-    "grid.color": _GRID,
-    "legend.frameon": False,
-}
-_NO_METADATA = dict.fromkeys(("Creator", "Date", "Format", "Type"))
 _BARS = {
     "bar": {"height": 0.68},
-    "interval": {"height": 0.14, "edgecolor": _PAPER, "linewidth": 0.8},
+    "interval": {"height": 0.14, "edgecolor": svg.PAPER, "linewidth": 0.8},
 }
 _LINES = {
     "line": {"linewidth": 1.8},
@@ -74,13 +47,7 @@ _LINES = {
 }
 WIDTH = 7.0  # inches
 
-# What nothing on the page uses: matplotlib's ids of groups, rotations by nothing, indentation.
-_UNUSED = re.compile(r'(?<=<g) id="[^"]*"| transform="rotate\(-0 [^"]*"|(?<=\n) +')
-_FONT = re.compile(r"font-family: [^;\"]*;? ?")  # matplotlib's face would differ from the page's
-_TAG = re.compile(r"<[^>]+>")
-_LATER_DECIMALS = re.compile(r"(\d\.\d)\d+")  # less than a tenth of a point cannot be seen
 _MARK = re.compile(r'<g id="mark(\d+)">')
-_ID = re.compile(r'(id="|href="#|url\(#)([^")]*)')
 
 
 class Look(NamedTuple):
@@ -143,38 +110,12 @@ def drawings(looks_of: Mapping[str, Look], figures: Sequence[Figure]) -> list[st
 
 def _svg(figure: Figure, looks: Looks, prefix: str) -> str:
     """A figure as SVG. prefix: what its ids begin with."""
-    buffer = io.StringIO()
-    with matplotlib.rc_context():
-        # A user's matplotlibrc would give a package's reader another page.
-        matplotlib.rcdefaults()
-        matplotlib.rcParams.update(_STYLE)
-        marks: list[Mark] = []
-        canvas = _canvas(figure, looks, marks)
-        canvas.savefig(buffer, format="svg", transparent=True, metadata=_NO_METADATA)
-    text = buffer.getvalue()
-    without_prolog = text[text.index("<svg") :]
-    marked = _MARK.sub(lambda group: marks[int(group[1])].tag, without_prolog)
-    svg = _with_own_ids(marked, prefix)
-    svg = _TAG.sub(lambda tag: _LATER_DECIMALS.sub(r"\1", tag[0]), svg)
-    svg = _FONT.sub("", svg)
-    svg = _UNUSED.sub("", svg)
-    for page_colour, stand_in in _STAND_INS.items():
-        svg = svg.replace(stand_in, page_colour)
-    return svg
+    marks: list[Mark] = []
 
+    def with_marks(text: str) -> str:
+        return _MARK.sub(lambda group: marks[int(group[1])].tag, text)
 
-def _with_own_ids(svg: str, prefix: str) -> str:
-    """With ids numbered in the order of their use.
-
-    matplotlib's are hashes of coordinates, whose last digits differ from process to process.
-    """
-    numbers = defaultdict(itertools.count().__next__)
-
-    def renamed(match: re.Match) -> str:
-        attribute, old_id = match.groups()
-        return f"{attribute}{prefix}-{numbers[old_id]}"
-
-    return _ID.sub(renamed, svg)
+    return svg.for_page(lambda: _canvas(figure, looks, marks), prefix, with_marks)
 
 
 def _canvas(figure: Figure, looks: Looks, marks: list[Mark]) -> Canvas:

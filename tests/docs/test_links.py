@@ -27,8 +27,7 @@ def links(page: Path) -> list[str]:
     return [link for link in LINK.findall(text) if not re.match(r"[a-z]+:|\.\./\.\./actions/", link)]
 
 
-# The slides have a markup of their own.
-@pytest.mark.parametrize("name", [name for name in tracked("*.md") if name != "docs/slides.md"])
+@pytest.mark.parametrize("name", tracked("*.md"))
 def test_links_lead_somewhere(name: str):
     page = REPO_ROOT / name
     for link in links(page):

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from t5bench.choose.search.next_run import TOO_CLOSE
 from t5bench.choose.search.runs import Moment
@@ -15,6 +16,12 @@ def draw(moments: Sequence[Moment], titles: Mapping[str, str], path: Path) -> No
 
     titles: of layouts, by name.
     """
+    from t5bench.report import svg
+
+    svg.write(lambda: _course(moments, titles), path)
+
+
+def _course(moments: Sequence[Moment], titles: Mapping[str, str]) -> Any:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8.4, 3.2), layout="constrained")
@@ -29,5 +36,5 @@ def draw(moments: Sequence[Moment], titles: Mapping[str, str], path: Path) -> No
     axes.axhline(100 * TOO_CLOSE, color="grey", linestyle=":", label=f"{TOO_CLOSE:.0%}: the search may stop")
     axes.set(xlabel="minutes of runs", ylabel="at most so much slower\nthan the fastest layout, %")
     axes.set(ylim=(0, None), xlim=(0, None))
-    figure.legend(title="named after a run", loc="outside right upper", frameon=False)
-    figure.savefig(path, format="svg")
+    figure.legend(title="named after a run", loc="outside right upper")
+    return figure

@@ -1,8 +1,8 @@
 """The page of ``history``: its tables, and drawings of throughput over time and over the number of processes."""
 
-import io
 from collections.abc import Sequence
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -11,19 +11,19 @@ from matplotlib.axes import Axes
 from matplotlib.dates import AutoDateLocator, ConciseDateFormatter
 from matplotlib.figure import Figure
 
+from t5bench.report import svg
 from t5bench.tools.verify.trends import PackageRow, Scaled, histories, history_rows, scaling, scaling_rows
 
 HERE = Path(__file__).parent
-INK = "#7a808c"  # readable on light and on dark paper
-COLOURS = {"ink": INK}  # of a strategy that takes the page's own
 
 
 def render(points: Sequence[PackageRow], price: float | None) -> str:
     environment = Environment(loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined)
     curves = list(scaling(points))
-    drawings = [_svg(_over_time(history)) for history in histories(points) if len(history) > 1]
+    draws = [partial(_over_time, history) for history in histories(points) if len(history) > 1]
     if curves:
-        drawings.append(_svg(_over_processes(curves)))
+        draws.append(partial(_over_processes, curves))
+    drawings = [svg.for_page(draw, f"f{number}") for number, draw in enumerate(draws)]
     return environment.get_template("history.html.j2").render(
         histories=[(history[0], history_rows(history, price)) for history in histories(points)],
         curves=[(curve[0], scaling_rows(curve)) for curve in curves],
@@ -33,7 +33,7 @@ def render(points: Sequence[PackageRow], price: float | None) -> str:
 
 def _colour(point: PackageRow) -> str:
     colour = point.run.plan.strategy.colour
-    return COLOURS.get(colour, colour)
+    return svg.INK if colour == "ink" else colour
 
 
 def _over_time(history: Sequence[PackageRow]) -> Figure:
@@ -62,22 +62,12 @@ def _over_processes(curves: Sequence[Sequence[Scaled]]) -> Figure:
         axes.plot(sizes, efficiencies, dashes, color=_colour(curve[0].point), marker="o", label=name)
         axes.set_xticks(sizes)
     axes.set_ylim(bottom=0)
-    axes.legend(frameon=False, labelcolor=INK)
+    axes.legend()
     return figure
 
 
 def _axes(title: str) -> tuple[Figure, Axes]:
     figure = Figure(figsize=(7, 2.6), layout="constrained")
     axes = figure.subplots()
-    axes.set_title(title, loc="left", color=INK, fontsize=11, parse_math=False)
-    axes.tick_params(colors=INK)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["bottom", "left"]].set_color(INK)
+    axes.set_title(title)
     return figure, axes
-
-
-def _svg(figure: Figure) -> str:
-    buffer = io.StringIO()
-    figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
-    text = buffer.getvalue()
-    return text[text.index("<svg") :]
