@@ -6,9 +6,9 @@ import pytest
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if os.environ.get("NIGHTLY") == "1":
+    if "1" in (os.environ.get("NIGHTLY"), os.environ.get("LONG_TESTS")):
         return
     nightly = [item for item in items if item.get_closest_marker("nightly")]
     if nightly:
-        config.hook.pytest_deselected(nightly)
+        config.hook.pytest_deselected(items=nightly)
         items[:] = [item for item in items if item not in nightly]
