@@ -61,22 +61,29 @@ def check_here(project: Project, *arguments: str, **environment: str | None) -> 
     return read_report(subprocess.run([*CHECK, *arguments], env=project.environment_with(environment), **options))
 
 
+WRONG_USES = [
+    ((), {"HOSTS": None}, "no hosts are given, HOSTS is not set, and this is not a SLURM allocation"),
+    (("node0", "node1", "node0"), {}, "a node is named more than once: node0 and node0"),
+    ((), {"HOSTS": "node0 NODE0."}, "a node is named more than once: node0 and NODE0"),
+    (("node0", "node0.cluster"), {}, "a node is named more than once: node0 and node0.cluster"),
+    (("0.0.0.0", "node1"), {}, "0.0.0.0 is an address to listen on, not the address of a node"),
+    (("no de",), {}, "'no de' is not a host name or address"),
+    (("--network",), {"HOSTS": "node0 node1"}, "argument --network: expected one argument"),
+    (("--network", "here.json", "node0"), {}, "--network needs two hosts or more, found node0"),
+    (("--network", "/nowhere/here.json", "node0", "node1"), {}, "/nowhere/here.json cannot be written"),
+    (("--network", "/", "node0", "node1"), {}, "/ cannot be written"),
+    (("--health", "--network", "here.json", "node0", "node1"), {}, "--health does not measure the network"),
+    (("node0",), {"PYTHON": "/nowhere/python3"}, "there is no file /nowhere/python3, which PYTHON names"),
+    (("node0",), {"ENGINE": "other"}, "ddp: ENGINE is 'other'"),
+]
+PLAYED_DAILY = 3  # the others differ in the words alone, and are nightly
+
+
 @pytest.mark.parametrize(
     ("arguments", "environment", "said"),
     [
-        ((), {"HOSTS": None}, "no hosts are given, HOSTS is not set, and this is not a SLURM allocation"),
-        (("node0", "node1", "node0"), {}, "a node is named more than once: node0 and node0"),
-        ((), {"HOSTS": "node0 NODE0."}, "a node is named more than once: node0 and NODE0"),
-        (("node0", "node0.cluster"), {}, "a node is named more than once: node0 and node0.cluster"),
-        (("0.0.0.0", "node1"), {}, "0.0.0.0 is an address to listen on, not the address of a node"),
-        (("no de",), {}, "'no de' is not a host name or address"),
-        (("--network",), {"HOSTS": "node0 node1"}, "argument --network: expected one argument"),
-        (("--network", "here.json", "node0"), {}, "--network needs two hosts or more, found node0"),
-        (("--network", "/nowhere/here.json", "node0", "node1"), {}, "/nowhere/here.json cannot be written"),
-        (("--network", "/", "node0", "node1"), {}, "/ cannot be written"),
-        (("--health", "--network", "here.json", "node0", "node1"), {}, "--health does not measure the network"),
-        (("node0",), {"PYTHON": "/nowhere/python3"}, "there is no file /nowhere/python3, which PYTHON names"),
-        (("node0",), {"ENGINE": "other"}, "ddp: ENGINE is 'other'"),
+        *WRONG_USES[:PLAYED_DAILY],
+        *(pytest.param(*wrong, marks=pytest.mark.nightly) for wrong in WRONG_USES[PLAYED_DAILY:]),
     ],
 )
 def test_wrong_use(project: Project, arguments: tuple[str, ...], environment: dict[str, str | None], said: str):
@@ -120,6 +127,7 @@ exit 255
 """
 
 
+@pytest.mark.nightly
 def test_a_key_with_a_passphrase_is_told_from_a_missing_one(project: Project, tmp_path: Path):
     key = tmp_path / ".ssh" / "id_locked"
     key.parent.mkdir(mode=0o700)

@@ -308,9 +308,8 @@ SCENARIOS = {
     # A minute is SLURM's shortest limit; it sends this signal up to a minute earlier than it is told.
     "slurm-time-limit": Scenario(lambda scene: scene.srun("--time=1", "--signal=TERM@60"), shared=True),
 }
-# One of each kind: a program's fault, a process's death, a wait without end, a wrong file, a user's signal, a network's
-# fault. The others are nightly.
-DAILY = ("exception", "worker-killed", "rank-hangs", "data-truncated", "interrupted", "cable-pulled")
+# A program's fault, a process's death, a wrong file. The others are nightly.
+DAILY = ("exception", "worker-killed", "data-truncated")
 
 
 # ---- playing -------------------------------------------------------------------------------------------------------

@@ -53,7 +53,7 @@ def test_the_callers_model_is_not_the_tiny_one():
     assert not {"HIDDEN_SIZE", "PIPELINE_PARALLEL_SIZE"} & set(found)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_node_measures_itself(sample_data: Path):
     settings = {"ENGINE": "native", "DEVICE": "cpu", "MEGATRON_DATA_DIR": str(sample_data), "PYTHON": sys.executable}
     command = [sys.executable, "-m", "t5bench.tools.nodes.host_cost", "200"]
