@@ -391,16 +391,47 @@ def _hook_operators(job: Job, part: Stage) -> int:
     return HOOK_OPERATORS[job.zero.stage] * hooked
 
 
-def collective_seconds(collective: Collective, job: Job, machine: Machine, backend: str = "nccl") -> float:
-    """One collective, with all groups of its kind busy at the same time."""
-    size, has_inside, leaving = paths(*layout_of_groups(job))[collective.group]
+class Sending(NamedTuple):
+    """What of a collective's time does not depend on the links' figures."""
+
+    collective: Collective
+    bytes: float
+    """That a rank sends to its neighbour."""
+    has_inside: bool
+    """Whether neighbours share a node."""
+    leaving: int
+    """How many rings leave the busiest node."""
+    steps: int
+    """Consecutive messages."""
+
+
+@lru_cache(maxsize=16384)
+def _sendings(job: Job, backend: str) -> list[Sending]:
+    """Of all collectives of an iteration."""
+    of_groups = paths(*layout_of_groups(job))
+    return [_sending(collective, of_groups[collective.group], backend) for collective in collectives_of(job)]
+
+
+def _sending(collective: Collective, path: tuple[int, bool, int], backend: str) -> Sending:
+    size, has_inside, leaving = path
     sent = ring_bytes(collective, size, backend)
     if (collective.kind, size, backend) == ("all-gather", 2, "gloo"):
         sent *= GLOO_PAIR_GATHER
-    inside = sent / collective_bandwidth(machine.inside, backend) if has_inside else 0.0
-    between = leaving * sent / collective_bandwidth(machine.between, backend)
-    latency = machine.between.latency if leaving else machine.inside.latency
-    return max(inside, between) + steps(collective, size, backend) * latency
+    return Sending(collective, sent, has_inside, leaving, steps(collective, size, backend))
+
+
+def _sending_seconds(sending: Sending, machine: Machine, backend: str) -> float:
+    """One collective, with all groups of its kind busy at the same time."""
+    inside = sending.bytes / collective_bandwidth(machine.inside, backend) if sending.has_inside else 0.0
+    between = sending.leaving * sending.bytes / collective_bandwidth(machine.between, backend)
+    latency = machine.between.latency if sending.leaving else machine.inside.latency
+    return max(inside, between) + sending.steps * latency
+
+
+def collective_seconds(collective: Collective, job: Job, machine: Machine, backend: str = "nccl") -> float:
+    """One collective, with all groups of its kind busy at the same time."""
+    path = paths(*layout_of_groups(job))[collective.group]
+    return _sending_seconds(_sending(collective, path, backend), machine, backend)
 
 
 def collective_bandwidth(link: Link, backend: str) -> float:
@@ -484,8 +515,9 @@ def _waits(job: Job, machine: Machine, backend: str, passes: Sequence[tuple[Pass
     in_forward = waits.forward if backend == "gloo" else waits.queued_forward
     in_backward = waits.backward if backend == "gloo" else waits.queued_backward
     overlapped: Counter[tuple[int, str]] = Counter()  # of a stage, what is sent while it computes
-    for collective in collectives_of(job):
-        seconds = collective.count * collective_seconds(collective, job, machine, backend)
+    for sending in _sendings(job, backend):
+        collective = sending.collective
+        seconds = collective.count * _sending_seconds(sending, machine, backend)
         if collective.kind in ("send", "send back"):
             if job.engine == "megatron":  # whoever sends waits, too (p2p_communication.py)
                 ways = waits.forward if collective.kind == "send" else waits.backward
