@@ -17,6 +17,7 @@ import msgspec
 
 from t5bench import Problem
 from training_comparison.given_files import read_text
+from training_comparison.likely import ranks_in_words
 
 DIRECTORY = "trace"  # of a run directory
 MOST_BYTES_OF_A_TRACE = 1 << 32  # of one rank
@@ -419,8 +420,3 @@ def stale_copies(trace: Trace) -> Iterator[str]:
         if line.phase == "stale" and line.names:
             what = f"computed with copies of {len(line.names)} parameters that are not their rounded masters"
             yield f"in iteration {line.iteration} rank {rank} {what}: {line.names[0]}"
-
-
-def ranks_in_words(ranks: Sequence[int]) -> str:
-    word = "rank" if len(ranks) == 1 else "ranks"
-    return f"{word} {', '.join(map(str, ranks))}"

@@ -6,9 +6,11 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from training_comparison.curves import relative_difference
 from training_comparison.given_files import read_text
+from training_comparison.likely import ranks_in_words
 from training_comparison.problem import Problem
 
 REMEDY = "Give the directory that audit() wrote, of one training alone"
@@ -19,6 +21,17 @@ ALLOWED = {"fp32": (5e-5, 2e-3, 1e-3), "bf16": (3e-1, 3e-1, 1e-1)}
 FIRST_STEPS = 2
 GRADIENTS = "gradients"
 PARAMETERS = "parameters"
+
+
+class Checksum(NamedTuple):
+    """What a module's parameters are: two trainings, or two ranks, with equal ones have equal parameters."""
+
+    norm: float
+    first: float
+    """The product with a fixed vector, and with another; 0 of slices, which have other places in the whole."""
+    second: float
+    bits: int
+    """The sum of all bits as integers, which is exact."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +45,8 @@ class Line:
     """Of this rank's samples."""
     gradients: Mapping[str, float]
     """The norm of each module's."""
-    parameters: Mapping[str, tuple[float, float, float, int]]
-    """Of each module: norm, two products with fixed vectors, exact checksum."""
+    parameters: Mapping[str, Checksum]
+    """Of each module."""
 
     @classmethod
     def of(cls, text: str) -> "Line":
@@ -42,7 +55,7 @@ class Line:
         gradients = {str(name): float(norm) for name, norm in line["gradients"].items()}
         parameters = {}
         for name, (norm, first, second, bits) in line["parameters"].items():
-            parameters[str(name)] = (float(norm), float(first), float(second), int(bits))
+            parameters[str(name)] = Checksum(float(norm), float(first), float(second), int(bits))
         loss = None if line["loss"] is None else float(line["loss"])
         return cls(int(line["step"]), int(line["rank"]), int(line["world"]), loss, gradients, parameters)
 
@@ -112,12 +125,12 @@ class Audit:
         """The norm of each module, as the first rank has it that has the module."""
         found: dict[str, float] = {}
         for _, line in sorted(self.lines[step].items()):
-            own = {GRADIENTS: line.gradients, PARAMETERS: {name: one[0] for name, one in line.parameters.items()}}
+            own = {GRADIENTS: line.gradients, PARAMETERS: {name: one.norm for name, one in line.parameters.items()}}
             for name, value in own[what].items():
                 found.setdefault(name, value)
         return found
 
-    def parameters_of(self, step: int, name: str) -> tuple[float, float, float, int]:
+    def parameters_of(self, step: int, name: str) -> Checksum:
         """As the first rank has it that has the module."""
         lines = self.lines[step]
         return next(lines[rank].parameters[name] for rank in sorted(lines) if name in lines[rank].parameters)
@@ -129,12 +142,12 @@ class Audit:
             wrong: dict[str, tuple[int, ...]] = {}
             names = dict.fromkeys(name for line in by_rank.values() for name in line.parameters)
             for name in names:
-                bits = {rank: line.parameters[name][3] for rank, line in by_rank.items() if name in line.parameters}
+                bits = {rank: line.parameters[name].bits for rank, line in by_rank.items() if name in line.parameters}
                 if len(set(bits.values())) > 1:
                     wrong[name] = minority(bits)
             if wrong:
                 first = next(iter(wrong))
-                norms = [line.parameters[first][0] for line in by_rank.values() if first in line.parameters]
+                norms = [line.parameters[first].norm for line in by_rank.values() if first in line.parameters]
                 return Place(step, PARAMETERS, list(wrong), len(names), spread(norms), wrong[first])
         return None
 
@@ -169,8 +182,8 @@ def of_the_ranks(apart: Place, other: Audit, own: Audit) -> tuple[int, ...]:
         right = other.parameters_of(apart.step, name)
     except StopIteration:
         return apart.ranks
-    far = {rank: abs(line.parameters[name][1] - right[1]) for rank, line in by_rank.items()}
-    if min(far.values()) > ALLOWED["fp32"][0] * right[0]:
+    far = {rank: abs(line.parameters[name].first - right.first) for rank, line in by_rank.items()}
+    if min(far.values()) > ALLOWED["fp32"][0] * right.norm:
         return apart.ranks  # none has what the other training has
     return tuple(rank for rank, distance in far.items() if distance > min(far.values())) or apart.ranks
 
@@ -221,11 +234,11 @@ def between_products(first: Audit, second: Audit, step: int, name: str) -> float
     """The relative difference of a module's values, estimated from their products; 0 where slices have none."""
     ours = first.parameters_of(step, name)
     theirs = second.parameters_of(step, name)
-    norm = theirs[0]
-    if not norm or not any(ours[1:3]) or not any(theirs[1:3]):
+    has_products = any((ours.first, ours.second)) and any((theirs.first, theirs.second))
+    if not theirs.norm or not has_products:
         return 0.0
-    apart = [one - other for one, other in zip(ours[1:3], theirs[1:3], strict=True)]
-    return math.hypot(*apart) / norm
+    apart = (ours.first - theirs.first, ours.second - theirs.second)
+    return math.hypot(*apart) / theirs.norm
 
 
 def ranks_apart(first: Audit, second: Audit, step: int, bound: float) -> tuple[int, ...]:
@@ -242,8 +255,3 @@ def ranks_apart(first: Audit, second: Audit, step: int, bound: float) -> tuple[i
         if not apart <= bound:
             found.append(rank)
     return tuple(found) if len(found) < len(ours) else ()
-
-
-def ranks_in_words(ranks: Sequence[int]) -> str:
-    word = "rank" if len(ranks) == 1 else "ranks"
-    return f"{word} {', '.join(map(str, ranks))}"

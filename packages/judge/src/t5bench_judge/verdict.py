@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from t5bench_judge.audits import of_the_ranks, ranks_apart, ranks_in_words
+from t5bench_judge.audits import of_the_ranks, ranks_apart
 from t5bench_judge.logs import Log, resolution
 from training_comparison.curves import (
     LOSS,
@@ -19,6 +19,7 @@ from training_comparison.curves import (
     Tolerance,
     compare,
 )
+from training_comparison.likely import ranks_in_words
 from training_comparison.problem import Problem
 from training_comparison.verdict import DIFFERENT, BlindSpot, Verdict, hidden_by_recipe, verdict_on
 

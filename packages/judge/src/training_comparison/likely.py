@@ -1,7 +1,7 @@
 """What a difference of two trainings' curves is like, in a sentence."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from training_comparison.curves import LOSS, MEASURED_STEPS, NORM, Comparison, Curves, Difference, relative_difference
 
@@ -174,3 +174,8 @@ def _in_words(difference: Difference, function: Callable[[float], float], times:
         if 2 <= whole <= MOST_COPIES and abs(value - whole) <= SAME_FACTOR * whole:
             return words.format(whole)
     return ""
+
+
+def ranks_in_words(ranks: Sequence[int]) -> str:
+    word = "rank" if len(ranks) == 1 else "ranks"
+    return f"{word} {', '.join(map(str, ranks))}"
