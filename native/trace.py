@@ -26,16 +26,17 @@ from torch.nn import functional as F
 from native import precision
 from native.data import Batch
 from native.data_parallel import TorchTrainer
-from native.layers import Attention, Embedding, FeedForward, Layer, LayerNorm
+from native.layers import Attention, Embedding, FeedForward, Layer, LayerNorm, RMSNorm
 from native.model import seed_of, shape_of
 from native.parallel import Mesh
 from native.reference import schedule_of
 from native.tensor_parallel import Slice
+from t5bench.costmodel.layout import share
 
 DIRECTORY = "trace"  # beside --tensorboard-dir
 VECTORS = 8
 # Modules whose output every tensor-parallel rank has as a whole.
-TRACED = (Embedding, Layer, LayerNorm, Attention, FeedForward)
+TRACED = (Embedding, Layer, LayerNorm, RMSNorm, Attention, FeedForward)
 
 
 def random_vectors(name: str, shape: tuple[int, ...]) -> Tensor:
@@ -111,6 +112,7 @@ class Tracer:
         self.train = trainer.step
         self.model = trainer.model.module if args.deepspeed else trainer.model
         self.masters = Masters(args)
+        self.vocabulary = args.padded_vocab_size
         self.parameters = {self.model.whole_name(name): p for name, p in self.model.named_parameters()}
         self.vectors: dict[tuple[str, tuple[int, ...]], Tensor] = {}
         """The random vectors, [VECTORS, elements], by a parameter's name ("" for samples) and a shape."""
@@ -158,7 +160,8 @@ class Tracer:
         keep(self.model.register_forward_pre_hook(self.begin_micro_batch))
         keep(self.model.register_forward_hook(self.end_micro_batch))
         for name, module in self.model.named_modules():
-            if isinstance(module, TRACED):
+            is_of_heads = any(hasattr(own, "is_partial") for own in module.parameters(recurse=False))
+            if isinstance(module, TRACED) and not is_of_heads:
                 whole_name = self.model.whole_name(name).removeprefix("language_model.")
                 keep(module.register_forward_hook(lambda _, __, output, name=whole_name: self.saw(name, output)))
         if hasattr(self.model, "lm_head"):
@@ -218,8 +221,11 @@ class Tracer:
         tp = self.mesh.tp
         parts = [self.logits]  # [b, s, vocabulary / tp] each
         if tp.size > 1:
-            parts = [torch.empty_like(self.logits) for _ in range(tp.size)]
-            dist.all_gather(parts, self.logits.contiguous(), group=tp.group)
+            words = [len(share(self.vocabulary, range(tp.size), rank)) for rank in range(tp.size)]
+            own = F.pad(self.logits, (0, max(words) - self.logits.size(-1)))  # to send as much as the others
+            parts = [torch.empty_like(own) for _ in words]
+            dist.all_gather(parts, own, group=tp.group)
+            parts = [part[..., :count] for part, count in zip(parts, words, strict=True)]
         logits = torch.cat(parts, -1).double()
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-1, reduction="none")
 
@@ -274,7 +280,13 @@ class Tracer:
         return behind_vectors.cut(vectors, self.mesh.tp)
 
     def parameter_line(self, phase: str, name: str, sketch: Tensor, **more: Any) -> None:
-        is_slice = hasattr(self.parameters[name], "tp_slice") and self.mesh.tp.size > 1
+        parameter = self.parameters[name]
+        tp_slice: Slice | None = getattr(parameter, "tp_slice", None)
+        is_term = phase == "gradient"  # of a sum over the ranks, even where several hold the same part
+        is_slice = self.mesh.tp.size > 1 and bool(tp_slice or (is_term and hasattr(parameter, "is_partial")))
+        if tp_slice and not is_term and not tp_slice.is_first_copy(self.mesh.tp):
+            sketch = torch.zeros_like(sketch)
+            more |= {"square": 0.0} if "square" in more else {}
         self.write(phase, name=name.removeprefix("language_model."), slice=is_slice, sketch=sketch.tolist(), **more)
 
     # ---- an iteration ------------------------------------------------------------------------------------------------

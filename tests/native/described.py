@@ -38,7 +38,11 @@ def _decoder(kind: str, **more: Any) -> dict[str, Any]:
 
 def _t5(kind: str, **more: Any) -> dict[str, Any]:
     sizes = {"num_layers": 2, "num_decoder_layers": 2, "d_model": 64, "num_heads": 4, "d_ff": 96, "d_kv": 24}
-    return {"model_type": kind, "vocab_size": WORDS, "relative_attention_num_buckets": 8} | sizes | more
+    return (
+        {"model_type": kind, "vocab_size": WORDS, "relative_attention_num_buckets": 8, "initializer_factor": 0.5}
+        | sizes
+        | more
+    )
 
 
 # Several of a kind where it has parts that others lack. Their numbers are not the defaults of these.

@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +29,8 @@ class Strategy:
     flags: Sequence[str] = ()
     zero: str = ""
     """The name of DeepSpeed's JSON in ds_configs."""
-    of_grouped: str = ""
     split: int = 1
     """The decoder's first stage."""
-    only: Sequence[str] = field(default_factory=tuple)
 
 
 def _pp(stages: int, schedule: str = "1f1b", parts: int = 1, tp: int = 1) -> list[str]:
@@ -92,9 +90,18 @@ def flags_of(config: Mapping[str, Any], strategy: Strategy, directory: Path) -> 
 
 
 Work = Callable[[TorchTrainer], Any]
+Mistake = Callable[[int], None]
+"""Changes the engine in a process, which is given its rank."""
 
 
-def in_processes(config: Mapping[str, Any], strategy: Strategy, directory: Path, work: Work, *more: str) -> list[Any]:
+def in_processes(
+    config: Mapping[str, Any],
+    strategy: Strategy,
+    directory: Path,
+    work: Work,
+    *more: str,
+    mistake: Mistake = lambda _: None,
+) -> list[Any]:
     """What `work` returns in each process, by rank. Raises AssertionError with what went wrong in one of them."""
     directory.mkdir(parents=True, exist_ok=True)
     flags = [*flags_of(config, strategy, directory), *more]
@@ -107,7 +114,7 @@ def in_processes(config: Mapping[str, Any], strategy: Strategy, directory: Path,
     answers = context.Queue()
     processes = []
     for rank in range(strategy.world):
-        given = (config, flags, rank, strategy.world, directory, work, answers)
+        given = (config, flags, rank, strategy.world, directory, work, answers, mistake)
         process = context.Process(target=_process, args=given)
         process.start()
         processes.append(process)
@@ -126,7 +133,14 @@ def in_processes(config: Mapping[str, Any], strategy: Strategy, directory: Path,
 
 
 def _process(
-    config: Mapping[str, Any], flags: Sequence[str], rank: int, world: int, directory: Path, work: Work, answers: Any
+    config: Mapping[str, Any],
+    flags: Sequence[str],
+    rank: int,
+    world: int,
+    directory: Path,
+    work: Work,
+    answers: Any,
+    mistake: Mistake,
 ) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
     torch.set_num_threads(1)
@@ -134,6 +148,7 @@ def _process(
         with contextlib.redirect_stdout((directory / f"{rank}.out").open("w")):
             dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=world)
             args = arguments_of(config, *flags)
+            mistake(rank)
             trainer = make_trainer(args, mesh_of(args))
             answer = work(trainer)
             dist.barrier()

@@ -1,0 +1,167 @@
+"""Models that a config.json describes; Transformers' own model with the same weights is every strategy's reference."""
+
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import described
+import pytest
+import strategies
+import torch
+from described import CONFIGS, arguments_of, batch_of, logits_of, reference_of
+from strategies import STRATEGIES, Curve, curve_of, in_processes, largest_difference
+
+from native import gpt, layers, positions, sequence_parallel, t5
+from native.data_parallel import TorchTrainer
+from native.parallel import Mesh
+from native.trace import traced
+from t5bench.compare.traces import first_difference
+from training_comparison.curves import TOLERANCE
+
+STEPS = 5
+MOST = TOLERANCE["fp32"].loss  # of a gate in fp32, as of a norm
+MOST_OF_LOGITS = 1e-6  # of the largest one
+
+# One strategy of each kind, so that each part is divided in each way once; the nightly matrix has all of both.
+FEW = {
+    "llama": ("tensor of 4, sequence", "pipeline, zero-bubble"),
+    "mistral": ("fsdp2",),
+    "qwen2": ("tensor of 4", "zero3"),
+    "qwen3": ("tensor, fsdp2",),
+    "gpt2": ("hybrid, sequence",),
+    "gpt_neox": ("hybrid, zero-bubble",),
+    "t5": ("pipeline, interleaved",),
+    "t5 v1.1": ("pipeline of 4", "tensor, sequence"),
+    "mt5": ("hybrid", "recompute, full"),
+}
+
+
+@cache
+def reference(kind: str) -> Curve:
+    torch.set_num_threads(1)
+    return described.train(CONFIGS[kind], arguments_of(CONFIGS[kind]), STEPS)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_one_process_computes_what_transformers_does(kind: str, monkeypatch: pytest.MonkeyPatch):
+    config = CONFIGS[kind]
+    args = arguments_of(config)
+    trainer = TorchTrainer(args, Mesh())
+    batch = batch_of(config, 2, seed=0)
+    caught = []
+    for module in (gpt, t5):
+        loss = module.vocab_cross_entropy
+        monkeypatch.setattr(
+            module, "vocab_cross_entropy", lambda logits, *more, loss=loss: caught.append(logits) or loss(logits, *more)
+        )
+    with torch.no_grad():
+        trainer.model(*batch)
+        expected = logits_of(reference_of(config, args.seed).eval(), batch)
+    is_real = batch[-1] >= 0
+    off = (caught[0] - expected)[is_real].abs().max() / expected[is_real].abs().max()
+    assert off <= MOST_OF_LOGITS
+    curve = [
+        tuple(figure.item() for figure in trainer.step(batch_of(config, 8, step), args.lr)) for step in range(STEPS)
+    ]
+    assert largest_difference(curve, reference(kind)) <= MOST
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, names in FEW.items() for name in names])
+def test_a_strategy_trains_as_transformers_does(kind: str, name: str, tmp_path: Path):
+    curve = strategies.train(CONFIGS[kind], STRATEGIES[name], tmp_path, STEPS)
+    assert largest_difference(curve, reference(kind)) <= MOST
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_every_strategy_trains_every_kind_as_transformers_does(kind: str, tmp_path: Path):
+    off = {}
+    for number, (name, strategy) in enumerate(STRATEGIES.items()):
+        curve = strategies.train(CONFIGS[kind], strategy, tmp_path / str(number), STEPS)
+        off[name] = largest_difference(curve, reference(kind))
+    assert max(off.values()) <= MOST, off
+
+
+# ---- planted mistakes ------------------------------------------------------------------------------------------------
+
+
+def keys_one_position_late(rank: int) -> None:
+    rotate = positions.rotate
+
+    def late(x: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
+        is_key = x.size(2) < 2  # of one group, where there are two heads of queries
+        return rotate(x, rotation.roll(1, 1) if is_key else rotation)
+
+    layers.rotate = late
+
+
+def groups_in_another_order(rank: int) -> None:
+    core = layers.Attention.core
+
+    def repeated(self: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any) -> torch.Tensor:
+        times = query.size(2) // key.size(2)
+        return core(self, query, key.repeat(1, 1, times, 1), value.repeat(1, 1, times, 1), mask)
+
+    layers.Attention.core = repeated
+
+
+def no_relative_positions_on_the_second_stage(rank: int) -> None:
+    forward = positions.RelativePositions.forward
+    if rank == 1:
+        positions.RelativePositions.forward = lambda *words: 0 * forward(*words)
+
+
+def another_epsilon(rank: int) -> None:
+    init = layers.RMSNorm.__init__
+    layers.RMSNorm.__init__ = lambda self, width, epsilon: init(self, width, 1.1 * epsilon)
+
+
+def not_summed_in_pairs(rank: int) -> None:
+    together = sequence_parallel.sum_together
+    sequence_parallel.sum_together = lambda own, axis: None if axis.size == 2 else together(own, axis)
+
+
+FIRST_ATTENTION = (1, "forward", "encoder.layers.0.self_attention")
+MISTAKES: Mapping[str, tuple[str, str, Callable[[int], None], tuple[int, str, str]]] = {
+    "rotary angles": ("mistral", "tensor", keys_one_position_late, FIRST_ATTENTION),
+    "groups": ("mistral", "pipeline", groups_in_another_order, FIRST_ATTENTION),
+    "relative positions": (
+        "t5 v1.1", "pipeline of 4", no_relative_positions_on_the_second_stage,
+        (1, "forward", "encoder.layers.1.self_attention"),
+    ),
+    "epsilon": ("llama", "tensor", another_epsilon, (1, "forward", "encoder.layers.0.input_layernorm")),
+    "keys that several ranks hold": (
+        "mistral", "tensor of 4", not_summed_in_pairs,
+        (1, "reduced", "encoder.layers.0.self_attention.key_value.weight"),
+    ),
+    "norms of each head": (
+        "qwen3", "tensor", not_summed_in_pairs, (1, "reduced", "encoder.layers.0.self_attention.query_layernorm.weight")
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_in_a_new_part_is_seen_and_placed(name: str, tmp_path: Path):
+    kind, strategy, mistake, place = MISTAKES[name]
+    config = CONFIGS[kind]
+
+    def watched(trainer: TorchTrainer) -> Curve:
+        with traced(trainer, trainer.args, trainer.mesh):
+            return curve_of(trainer, config, range(2))
+
+    def run(name: str, strategy: str, mistake: Callable[[int], None]) -> Curve:
+        folder = tmp_path / name
+        flags = ("--trace", "--tensorboard-dir", str(folder / "tensorboard"))
+        return in_processes(config, STRATEGIES[strategy], folder, watched, *flags, mistake=mistake)[0]
+
+    baseline = run("baseline", "ddp", lambda _: None)
+    honest = run("honest", strategy, lambda _: None)
+    wrong = run("wrong", strategy, mistake)
+    assert largest_difference(honest, baseline) <= MOST < largest_difference(wrong, baseline)
+    assert first_difference(tmp_path / "honest", tmp_path / "baseline") is None
+    found = first_difference(tmp_path / "wrong", tmp_path / "baseline")
+    assert found is not None
+    assert (found.iteration, found.phase, found.name) == place
