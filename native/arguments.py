@@ -116,6 +116,7 @@ FLAGS: list[Flag] = [
     ("--save", str, None, "directory of checkpoints"),
     ("--save-interval", positive, None, "iterations between checkpoints"),
     ("--load", str, None, "directory of checkpoints to continue from"),
+    ("--initial-weights", str, None, "a checkpoint's folder whose weights a new run begins with (own flag)"),
     ("--deepspeed", bool, False, "train with DeepSpeed's ZeRO"),
     ("--deepspeed_config", str, None, "DeepSpeed's JSON"),
     ("--zero-stage", int, None, "no effect: the JSON sets the stage"),

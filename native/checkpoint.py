@@ -28,7 +28,7 @@ import torch.distributed as dist
 from native.data_parallel import TorchTrainer
 from native.form import Reader, SavePlanner, Writer, save, write_index_and_seal
 from native.parallel import Mesh
-from native.pieces import Piece
+from native.pieces import WEIGHTS, Piece
 from t5bench.checkpoint_form import (
     INDEX,
     SEAL,
@@ -236,6 +236,14 @@ def continued(seal: Seal, begins_anew: str = "") -> str:
     what = f"weights, AdamW's moments at step {seal.step}, the schedule at {seal.iteration}"
     line = f"continues iteration {seal.iteration} of checkpoint {seal.identity[:12]}: {what}"
     return f"{line}, the data at sample {seal.consumed_samples}; begins anew: {begins_anew or 'nothing'}"
+
+
+def load_weights(trainer: TorchTrainer, folder: Path) -> None:
+    """Begins with a checkpoint's weights, and an optimizer that has done nothing. Raises Problem."""
+    reader = Reader(folder)
+    trainer.begin_load(0)
+    reader.fill(reader.read_metadata(), [piece for piece in trainer.pieces() if piece.key.startswith(f"{WEIGHTS}.")])
+    trainer.end_load()
 
 
 def dropout_generators(args: Namespace, mesh: Mesh) -> dict[str, torch.Generator]:

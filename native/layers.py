@@ -163,7 +163,7 @@ class SelfAttention(Attention):
             self.query_layernorm = norm_of(model, model.head_size, is_partial=True)
             self.key_layernorm = norm_of(model, model.head_size, is_partial=True)
         self.has_norms = model.query_key_norms
-        self.dense = RowLinear(model.query, model.hidden, tp, bias=model.biases)
+        self.dense = RowLinear(model.query, model.hidden, tp, bias=model.biases or model.output_biases)
 
     def forward(self, x: Tensor, mask: Tensor | None, rotation: Tensor | None) -> Tensor:
         query, key, value = self.projections(x)
@@ -209,8 +209,9 @@ class FeedForward(nn.Module):
         self.activation = model.activation
         self.gated = model.gated
         blocks = 2 if model.gated else 1
-        self.dense_h_to_4h = ColumnLinear(model.hidden, blocks * model.ffn, tp, blocks=blocks, bias=model.biases)
-        self.dense_4h_to_h = RowLinear(model.ffn, model.hidden, tp, bias=model.biases)
+        bias = model.biases or model.ffn_biases
+        self.dense_h_to_4h = ColumnLinear(model.hidden, blocks * model.ffn, tp, blocks=blocks, bias=bias)
+        self.dense_4h_to_h = RowLinear(model.ffn, model.hidden, tp, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         inner = self.dense_h_to_4h(x)  # [b, s, ffn / tp], twice as wide with a gate

@@ -134,6 +134,8 @@ def run(args: Namespace) -> None:
         args, mesh.dp.rank, file, vocabulary, done, checkpoint.consumed_samples(args, before, done)
     )
     told = checkpoint.load(trainer, args, mesh, before) if before else ""
+    if args.initial_weights and not before:
+        checkpoint.load_weights(trainer, Path(args.initial_weights))
     metrics = Metrics(args, mesh)
     if args.rank == 0:
         print_line(

@@ -121,7 +121,7 @@ class Architecture:
     def description(self) -> str:
         """The model without its lengths, from which of_arguments() makes it again: JSON of what is not a default."""
         defaults = {entry.name: entry.default for entry in fields(self)}
-        own = LENGTHS if self.positions == "learned" else (*LENGTHS, "position_rows")
+        own = LENGTHS if self.positions in ("learned", "rotary") else (*LENGTHS, "position_rows")
         values = {name: getattr(self, name) for name in defaults if name not in own}
         return json.dumps({name: value for name, value in values.items() if value != defaults[name]})
 
@@ -522,7 +522,6 @@ def beyond_parts(a: Architecture) -> str:
         "an attention that is merged with the encoder's": a.merged_attention,
         "one norm for attention and feed-forward": a.one_norm,
         "vectors besides its table of words": a.special_words > 0,
-        "biases of attention or of the feed-forward alone": a.output_biases or a.ffn_biases,
         f"a sliding window of {a.window} tokens": 0 < a.window < a.length(bool(a.decoder_layers)),
         f"{a.heads} heads in {a.kv_heads} groups": a.heads % a.kv_heads > 0,
     }

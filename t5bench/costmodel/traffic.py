@@ -382,11 +382,13 @@ def _undivided(job: Job, stage: int) -> Iterator[int]:
     by_part = tensors(a, job.parallel, stage)
     part = stage_of(a, job.parallel, stage)
     norm = a.hidden * (2 if a.norm == "layer" else 1)
-    bias = a.hidden if a.biases else 0  # of a block's last linear layer
+    bias = a.hidden if a.biases or a.output_biases else 0  # of an attention's last linear layer
+    bias_of_ffn = a.hidden if a.biases or a.ffn_biases else 0
     stacks = ((part.encoder_layers, False, part.encoder_end), (part.decoder_layers, True, part.head))
     for layers, is_decoder, ends in stacks:
-        blocks = 1 + len(a.attended(is_decoder))
-        yield layers * (blocks * (norm + bias) + (2 * a.head_size if a.query_key_norms else 0))
+        attentions = len(a.attended(is_decoder))
+        yield layers * (norm + bias_of_ffn)
+        yield layers * attentions * (norm + bias + (2 * a.head_size if a.query_key_norms else 0))
         if layers and ends and a.final_norm:
             yield norm
     yield part.embeddings * sum(by_part["embedding"][1 : len(by_part["embedding"]) // max(1, part.embeddings)])

@@ -221,6 +221,7 @@ def _decoder(values: Values, length: int, **different: Any) -> Architecture:
         "heads": heads,
         "encoder_length": 0,
         "decoder_length": _length(values.number("max_position_embeddings"), length),
+        "position_rows": values.number("max_position_embeddings"),
         "padded_vocabulary": values.number("vocab_size"),
         "family": "gpt",
         "gated": True,

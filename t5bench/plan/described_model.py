@@ -58,7 +58,7 @@ def described(value: str, directory: str, lengths: Mapping[str, int]) -> Archite
         content = _decoded(read_text(path, REMEDY, MOST_BYTES), str(path))
     try:
         model = Architecture.of_description(content) if "kind" in content else architecture_of(content)
-        model = with_lengths(model, content, lengths)
+        model = with_lengths(model, lengths)
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         found = f"{error} is missing" if isinstance(error, KeyError) else str(error)
         raise Problem(f"MODEL cannot be trained: {found}", REMEDY) from error
@@ -75,7 +75,7 @@ def _decoded(text: str, name: str) -> Mapping[str, Any]:
     return content
 
 
-def with_lengths(model: Architecture, content: Mapping[str, Any], given: Mapping[str, int]) -> Architecture:
+def with_lengths(model: Architecture, given: Mapping[str, int]) -> Architecture:
     """The model with the lengths that are given, else the usual ones of its family, or the most that it takes.
 
     Raises ValueError for a part that the engine lacks, or for lengths that the model does not take.
@@ -86,9 +86,7 @@ def with_lengths(model: Architecture, content: Mapping[str, Any], given: Mapping
         encoder_length = lengths["ENCODER_SEQ_LENGTH"]
         model = replace(model, encoder_length=encoder_length, decoder_length=lengths["DECODER_SEQ_LENGTH"])
     else:
-        most = int(content.get("max_position_embeddings") or content.get("n_positions") or 0)
-        if model.positions == "learned":
-            most = model.position_rows
+        most = model.position_rows
         if most and given.get("SEQ_LENGTH", 0) > most:
             raise ValueError(f"it takes {most} tokens, fewer than SEQ_LENGTH={given['SEQ_LENGTH']}")
         length = given.get("SEQ_LENGTH") or min(lengths["SEQ_LENGTH"], most or lengths["SEQ_LENGTH"])

@@ -16,10 +16,12 @@ model = AutoModelForCausalLM.from_pretrained(".")
 inputs = tokenizer("The", add_special_tokens=False, return_tensors="pt")
 print(tokenizer.decode(model.generate(**inputs)[0]))
 ```"""
-HOW_T5 = """\
+WHY_BLENDERBOT = """\
 The class is Blenderbot's because that is the architecture Megatron trains under the name T5: LayerNorm before each
 block, learned positions, biases, and a tied output with a bias. `T5ForConditionalGeneration` is another one.
 
+"""
+HOW_T5 = """\
 ```python
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
@@ -38,8 +40,9 @@ def model_card(model: TrainedModel) -> str:
     layers = (
         f"{architecture.encoder_layers} + {architecture.decoder_layers}" if family == "t5" else f"{architecture.layers}"
     )
+    title = architecture.kind or TITLES[family]
     facts = {
-        "Model": f"{TITLES[family]}: {layers} layers, hidden size {architecture.hidden}, {architecture.heads} heads,"
+        "Model": f"{title}: {layers} layers, hidden size {architecture.hidden}, {architecture.heads} heads,"
         f" feed-forward size {architecture.ffn} ({model.activation})",
         "Vocabulary": f"{architecture.padded_vocabulary:,} rows, including those that pad it",
         "Weights": f"of iteration {model.iteration}, {str(model.dtype).removeprefix('torch.')},"
@@ -50,7 +53,9 @@ def model_card(model: TrainedModel) -> str:
     header = f"---\nlibrary_name: transformers\npipeline_tag: {TASKS[family]}\n---\n"
     table = f"| | |\n|---|---|\n{rows}\n"
     limits = "This model comes from a benchmark: it was trained to compare training strategies, not to be used."
-    how = HOW_T5 if family == "t5" else HOW_GPT
+    how = HOW_GPT
+    if family == "t5":
+        how = HOW_T5 if architecture.kind else WHY_BLENDERBOT + HOW_T5
     return f"{header}\n# {model.directory.resolve().name}\n\n{table}\n{limits}\n\n## Use\n\n{how}\n"
 
 

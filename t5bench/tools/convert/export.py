@@ -18,12 +18,11 @@ from t5bench import Problem
 from t5bench.imports import import_transformers
 from t5bench.tools.convert.card import model_card
 from t5bench.tools.convert.foreign import of_this_model
-from t5bench.tools.convert.parameter_map import EngineParameter, configuration, parameter_map
+from t5bench.tools.convert.parameter_map import EngineParameter, class_of, configuration, parameter_map
 from t5bench.tools.convert.shards import HEAD, Weights
 from t5bench.tools.convert.tokenizer import tokenizer_of
 from t5bench.tools.convert.trained import TrainedModel
 
-CLASSES = {"gpt": "GPT2LMHeadModel", "t5": "BlenderbotForConditionalGeneration"}
 SUMMARY = "training.json"  # what the export was made from, for programs; README.md says it to people
 DEFAULT_SHARD = "2GB"
 NEW_TOKENS = 64
@@ -32,7 +31,7 @@ NEW_TOKENS = 64
 def run(arguments: argparse.Namespace) -> int:
     model = TrainedModel.of_run(arguments.run, arguments.iteration)
     export(model, arguments.output, arguments.tokenizer or model.tokenizer, arguments.max_shard_size)
-    title = CLASSES[model.architecture.family]
+    title = class_of(model.architecture)
     print(f"{arguments.output}: the model of iteration {model.iteration} for Transformers ({title})")
     return 0
 
@@ -55,9 +54,9 @@ def export(model: TrainedModel, output: Path, tokenizer_directory: Path, max_sha
     transformers = import_transformers()
     special_tokens = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     config = configuration(model, special_tokens)
-    config.architectures = [CLASSES[family]]
+    config.architectures = [class_of(model.architecture)]
     config.torch_dtype = model.dtype
-    shapes = expected_shapes(getattr(transformers, CLASSES[family]), config)
+    shapes = expected_shapes(getattr(transformers, class_of(model.architecture)), config)
     check_complete(pairs, shapes, weights)
 
     partial = output.with_name(f".{output.name}.partial")

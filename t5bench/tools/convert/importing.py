@@ -12,17 +12,16 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 from torch import Tensor
 
 from t5bench import Problem, note
 from t5bench.costmodel.job import Architecture
-from t5bench.given_files import read_json
 from t5bench.imports import import_transformers
-from t5bench.tools.convert.export import CLASSES, SUMMARY, expected_shapes
+from t5bench.tools.convert.export import SUMMARY, expected_shapes
 from t5bench.tools.convert.foreign import check_config
-from t5bench.tools.convert.parameter_map import HEAD_BIAS, LAYERNORM_EPSILON, EngineParameter, parameter_map
+from t5bench.tools.convert.import_described import import_described, usual_engine, weight_files
+from t5bench.tools.convert.parameter_map import HEAD_BIAS, LAYERNORM_EPSILON, EngineParameter, class_of, parameter_map
 from t5bench.tools.convert.reshape import write
 from t5bench.tools.convert.shards import HEAD, WORDS, Sharding
 from t5bench.tools.convert.tokenizer import tokenizer_of
@@ -33,14 +32,15 @@ NEVER = -1e4  # the output bias of rows that no token has
 ACTIVATIONS = ("gelu", "gelu_new")
 # What files have besides parameters of their own: masks, and other names of the tied embedding.
 NO_PARAMETER = re.compile(r"\.attn\.(masked_)?bias$|^lm_head\.weight$|\.embed_tokens\.weight$")
-INDEX = "model.safetensors.index.json"
-ONE_FILE = "model.safetensors"
 
 
 def run(arguments: argparse.Namespace) -> int:
     if arguments.run.exists():
         raise Problem(f"{arguments.run} exists", "Remove it, or name another directory")
     source = arguments.directory
+    if (arguments.engine or usual_engine(source)) == "native":
+        import_described(source, arguments.run)
+        return 0
     config = read_config(source)
     architecture = architecture_of(config)
     args = engine_arguments(architecture, config, DTYPES[arguments.precision], source)
@@ -219,7 +219,7 @@ class ImportedWeights(Mapping[str, Tensor]):
         if other:
             found = f"the files in {source} also have {other[0]}, which the engine's model lacks"
             raise Problem(found, "Save the language model alone")
-        expected = expected_shapes(getattr(import_transformers(), CLASSES[architecture.family]), config)
+        expected = expected_shapes(getattr(import_transformers(), class_of(architecture)), config)
         for stored, name in used.items():
             shape = self._shape(stored)
             if shape != list(expected[name]):
@@ -277,31 +277,3 @@ def padded(value: Tensor, rows: int, filling: Tensor | float) -> Tensor:
     more = torch.empty(rows - len(value), *value.shape[1:], dtype=value.dtype)
     more[:] = filling
     return torch.cat([value, more])
-
-
-class SafetensorsIndex(msgspec.Struct):
-    """model.safetensors.index.json."""
-
-    weight_map: dict[str, str]
-    """The file of each parameter."""
-
-
-def weight_files(directory: Path) -> dict[str, Path]:
-    """The file of each stored parameter. Raises Problem."""
-    from safetensors import SafetensorError, safe_open
-
-    if (directory / INDEX).is_file():
-        stored = read_json(directory / INDEX, SafetensorsIndex, "Copy it again").weight_map
-        files = {name: directory / file for name, file in stored.items()}
-        for path in {*files.values()}:
-            if path.parent != directory or not path.is_file():
-                raise Problem(f"{directory / INDEX} names {path.name}, which is no file beside it", "Copy it again")
-        return files
-    path = directory / ONE_FILE
-    if not path.is_file():
-        raise Problem(f"{directory} has no {ONE_FILE}", "Save the model again: save_pretrained writes it")
-    try:
-        with safe_open(path, framework="pt") as file:
-            return dict.fromkeys(file.keys(), path)
-    except SafetensorError as error:
-        raise Problem(f"{path} cannot be read: {error}", "Copy it again") from error

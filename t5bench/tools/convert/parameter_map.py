@@ -12,6 +12,7 @@ from torch import Tensor
 
 from t5bench import Problem
 from t5bench.costmodel.job import Architecture
+from t5bench.costmodel.transformers_config import PRICED
 from t5bench.tools.convert.shards import WORDS
 from t5bench.tools.convert.trained import TrainedModel
 
@@ -175,7 +176,8 @@ def llama_map(a: Architecture) -> dict[str, EngineParameter]:
     """And Mistral, Qwen 2 and Qwen 3."""
     pairs = weight("model.embed_tokens", WORDS.removesuffix(".weight"))
     pairs |= weight("model.norm", "language_model.encoder.final_layernorm")
-    linear = both_ends if a.biases else weight
+    output = both_ends if a.biases or a.output_biases else weight
+    linear = both_ends if a.biases or a.ffn_biases else weight
     for number in range(a.layers):
         ours = f"language_model.encoder.layers.{number}"
         theirs = f"model.layers.{number}"
@@ -186,7 +188,7 @@ def llama_map(a: Architecture) -> dict[str, EngineParameter]:
         if a.query_key_norms:
             pairs |= weight(f"{theirs}.self_attn.q_norm", f"{ours}.self_attention.query_layernorm")
             pairs |= weight(f"{theirs}.self_attn.k_norm", f"{ours}.self_attention.key_layernorm")
-        pairs |= linear(f"{theirs}.self_attn.o_proj", f"{ours}.self_attention.dense")
+        pairs |= output(f"{theirs}.self_attn.o_proj", f"{ours}.self_attention.dense")
         pairs |= linear(f"{theirs}.mlp.gate_proj", f"{ours}.mlp.dense_h_to_4h", half(0))
         pairs |= linear(f"{theirs}.mlp.up_proj", f"{ours}.mlp.dense_h_to_4h", half(1))
         pairs |= linear(f"{theirs}.mlp.down_proj", f"{ours}.mlp.dense_4h_to_h")
@@ -202,8 +204,9 @@ def neox_map(a: Architecture) -> dict[str, EngineParameter]:
         for name in ("input_layernorm", "post_attention_layernorm", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h"):
             pairs |= both_ends(f"{theirs}.{name}", f"{ours}.{name}")
         source = f"{ours}.self_attention.query_key_value"
-        pairs |= both_ends(f"{theirs}.attention.query_key_value", source, heads_first(a.heads))
-        pairs |= both_ends(f"{theirs}.attention.dense", f"{ours}.self_attention.dense")
+        linear = both_ends if a.biases else weight
+        pairs |= linear(f"{theirs}.attention.query_key_value", source, heads_first(a.heads))
+        pairs |= linear(f"{theirs}.attention.dense", f"{ours}.self_attention.dense")
     return pairs if a.tied else pairs | weight("embed_out", "lm_head")
 
 
@@ -241,6 +244,14 @@ def t5_map(a: Architecture) -> dict[str, EngineParameter]:
     return pairs if a.tied else pairs | weight("lm_head", "lm_head")
 
 
+CLASSES = {"gpt": "GPT2LMHeadModel", "t5": "BlenderbotForConditionalGeneration"}
+
+
+def class_of(a: Architecture) -> str:
+    """The name of the model's class in Transformers."""
+    return PRICED[a.kind][0] if a.kind else CLASSES[a.family]
+
+
 MAPS: Mapping[str, Callable[[Architecture], dict[str, EngineParameter]]] = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), llama_map),
     "gpt2": gpt2_map,
@@ -249,9 +260,62 @@ MAPS: Mapping[str, Callable[[Architecture], dict[str, EngineParameter]]] = {
 }
 
 
+ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_new", "relu": "relu", "silu": "silu"}
+
+
+def described_configuration(a: Architecture, special_tokens: Mapping[str, int | None]) -> Any:
+    """The configuration of a model that a config.json has described, from its parts."""
+    from transformers import AutoConfig
+
+    values: dict[str, Any] = {"vocab_size": a.padded_vocabulary, "tie_word_embeddings": a.tied, **special_tokens}
+    activation = ACTIVATIONS[a.activation]
+    if a.kind in ("t5", "mt5"):
+        feed_forward = f"gated-{activation.removesuffix('_new')}" if a.gated else activation
+        values |= {"d_model": a.hidden, "d_kv": a.head_size, "d_ff": a.ffn, "num_heads": a.heads}
+        values |= {"num_layers": a.encoder_layers, "num_decoder_layers": a.decoder_layers}
+        values |= {"relative_attention_num_buckets": a.relative_buckets, "feed_forward_proj": feed_forward}
+        values |= {"relative_attention_max_distance": a.relative_distance, "initializer_factor": a.initial_std}
+        # Samples of the training data begin with that token.
+        values |= {"layer_norm_epsilon": a.norm_epsilon, "decoder_start_token_id": special_tokens["eos_token_id"]}
+        return AutoConfig.for_model(a.kind, **values)
+    values["initializer_range"] = a.initial_std
+    if a.kind == "gpt2":
+        values |= {"n_embd": a.hidden, "n_layer": a.layers, "n_head": a.heads, "n_inner": a.ffn}
+        values |= {"n_positions": a.position_rows, "activation_function": activation}
+        return AutoConfig.for_model(a.kind, **values, layer_norm_epsilon=a.norm_epsilon)
+    values |= {"hidden_size": a.hidden, "num_hidden_layers": a.layers, "num_attention_heads": a.heads}
+    values |= {"intermediate_size": a.ffn, "max_position_embeddings": a.position_rows, "hidden_act": activation}
+    values |= {"rope_theta": a.rotary_base, "rope_scaling": rotary_scaling(a)}
+    if a.kind == "gpt_neox":
+        values |= {"rotary_pct": a.rotary_columns / a.head_size, "rotary_emb_base": a.rotary_base}
+        values |= {"layer_norm_eps": a.norm_epsilon, "use_parallel_residual": a.parallel_residual}
+        return AutoConfig.for_model(a.kind, **values, attention_bias=a.biases)
+    values |= {"num_key_value_heads": a.kv_heads, "head_dim": a.head_size, "rms_norm_eps": a.norm_epsilon}
+    if a.kind == "llama":
+        values |= {"attention_bias": a.biases or a.output_biases, "mlp_bias": a.biases or a.ffn_biases}
+    if a.kind == "qwen3":
+        values["attention_bias"] = a.output_biases
+    if a.kind == "mistral":
+        values["sliding_window"] = None
+    return AutoConfig.for_model(a.kind, **values)
+
+
+def rotary_scaling(a: Architecture) -> dict[str, Any] | None:
+    if not a.rotary_scaling:
+        return None
+    factor, *of_llama3 = a.rotary_scaling
+    if not of_llama3:
+        return {"rope_type": "linear", "factor": factor}
+    low, high, length = of_llama3
+    factors = {"factor": factor, "low_freq_factor": low, "high_freq_factor": high}
+    return {"rope_type": "llama3", **factors, "original_max_position_embeddings": int(length)}
+
+
 def configuration(model: TrainedModel, special_tokens: Mapping[str, int | None]) -> Any:
     """The model's configuration in Transformers. special_tokens: bos_token_id, eos_token_id and pad_token_id."""
     architecture = model.architecture
+    if architecture.kind:
+        return described_configuration(architecture, special_tokens)
     if model.args.layernorm_epsilon != LAYERNORM_EPSILON:
         raise Problem(f"the model's LayerNorm has an epsilon of {model.args.layernorm_epsilon}")
     if architecture.family == "t5":

@@ -50,6 +50,8 @@ class TrainedModel:
     @property
     def activation(self) -> str:
         """The feed-forward's, by its name in Transformers: Megatron's fused kernel is the tanh form of GELU."""
+        if self.architecture.kind:
+            return self.architecture.activation
         if getattr(self.args, "squared_relu", False):
             raise Problem("the model's activation is the squared ReLU, which GPT-2 and Blenderbot lack")
         is_tanh = self.args.bias_gelu_fusion or getattr(self.args, "openai_gelu", False)

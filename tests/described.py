@@ -94,7 +94,19 @@ def arguments_of(config: Mapping[str, Any], *flags: str) -> Namespace:
     else:
         words += ["--num-layers", a.decoder_layers, "--seq-length", LENGTH, "--vocab-file", "none"]
     words += ["--attention-dropout", 0, "--hidden-dropout", 0, "--micro-batch-size", 2, "--global-batch-size", 8]
-    words += ["--train-iters", 100, "--lr", 1e-3, "--data-path", "none", "--distributed-backend", "gloo"]
+    # With a small epsilon AdamW makes updates of gradients that are rounding alone.
+    words += [
+        "--adam-eps",
+        1e-5,
+        "--train-iters",
+        100,
+        "--lr",
+        1e-3,
+        "--data-path",
+        "none",
+        "--distributed-backend",
+        "gloo",
+    ]
     args = parse([str(word) for word in [*words, *flags]], family)
     args.padded_vocab_size = a.padded_vocabulary
     args.pad_token = PAD
