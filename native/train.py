@@ -10,6 +10,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
