@@ -12,9 +12,9 @@ from torch import Tensor
 from native.pieces import MOMENTS, WEIGHTS
 from t5bench import Problem
 from t5bench.checkpoint_form import folder_of
-from t5bench.costmodel.job import TRAINED_KINDS, Architecture
+from t5bench.costmodel.job import TRAINED_KINDS, Architecture, beyond_parts
+from t5bench.costmodel.transformers_config import architecture_of
 from t5bench.given_files import read_json
-from t5bench.plan.described_model import LENGTHS, described
 from t5bench.tools.convert.parameter_map import EngineParameter, parameter_map, transposed
 from t5bench.tools.convert.stored import write_stored
 
@@ -35,13 +35,27 @@ def usual_engine(source: Path) -> str:
 
 def import_described(source: Path, run: Path) -> None:
     """Writes the first weights into a run's new directory. Raises Problem."""
-    model = described(str(source.resolve()), "/", dict.fromkeys(LENGTHS, 1))  # weights are the same at any length
+    model = described(source)
     folder = folder_of(run / "checkpoints", 0).resolve()
     write_stored(folder, {WEIGHTS: DescribedWeights(source, model), **{kind: {} for kind in MOMENTS}}, 0, 0, 0)
     settings = f"MODEL={shlex.quote(str(source.resolve()))} OUTPUT_DIR={shlex.quote(f'{run}-trained')}"
     words = f"{settings} bash scripts/run_megatron_t5_ddp.sh -- --initial-weights {shlex.quote(str(folder))}"
     print(f"{run}: a {model.kind} for the native engine. To train it, under any strategy:\n  {words}")
     print(f"The data must have its tokens: prepare them with TOKENIZER_MODEL={shlex.quote(str(source))}")
+
+
+def described(source: Path) -> Architecture:
+    """The model of a directory's config.json. Raises Problem."""
+    remedy = "Name a directory that Transformers has saved"
+    content = read_json(source / "config.json", dict, remedy)
+    try:
+        model = architecture_of(content, 1)  # weights are the same at any length
+    except (KeyError, TypeError, ValueError) as error:
+        raise Problem(f"{source / 'config.json'}: {error}", remedy) from error
+    lacks = beyond_parts(model)
+    if lacks:
+        raise Problem(f"{source / 'config.json'}: {lacks}", remedy)
+    return model
 
 
 class DescribedWeights(Mapping[str, Tensor]):
