@@ -102,7 +102,8 @@ def made_plan(
     words = [plan_settings["PRECISION_FLAG"].value] if plan_settings["PRECISION_FLAG"].value else []
     for setting_name, setting in plan_settings.items():
         for argument in BY_NAME[setting_name].arguments:
-            words += [argument, setting.value]
+            if setting.value or setting_name != "MODEL":
+                words += [argument, setting.value]
     ds_config, colour = f"megatron_{strategy}.json" if stage else "", COLOURS.get(strategy, "#123456")
     made = {
         "strategy": Strategy(strategy, strategy, port, tp, pp, ds_config, colour, list(strategy_flags)),

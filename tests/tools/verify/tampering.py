@@ -64,7 +64,7 @@ def make_pristine(root: Path) -> Path:
     ranks = [rank | {"rank": number} for number in range(2)]
     (native / "profile.json").write_text(json.dumps({"iteration": 25, "ranks": ranks}))
     megatron = make_run(root / "zero1", "zero1", elapsed_ms=TIMES[::-1],
-                        settings={"VOCABULARY_MULTIPLE": "64"}, **sampled)  # fmt: skip
+                        settings={"VOCABULARY_MULTIPLE": "64"})  # fmt: skip
     began = json.loads((megatron / PART).read_text())["started"].replace("T", " ")[:19]
     header(
         megatron,
@@ -334,7 +334,6 @@ TAMPERINGS: dict[str, tuple[str, Change, str]] = {
     "another number of hardware queues": (
         "zero1", claimed("CUDA_DEVICE_MAX_CONNECTIONS", "8"),
         "imply CUDA_DEVICE_MAX_CONNECTIONS=8, but the engine was given CUDA_DEVICE_MAX_CONNECTIONS=1"),
-    "another engine": ("zero1", claimed("ENGINE", "native"), "ENGINE is 'native', but the plan is for 'megatron'"),
     "a setting's argument left out": (
         "zero2", value(PART, "plan", "arguments", "settings", to=lambda words: words[:-2]), "was not given"),
     "an argument without a setting": (
