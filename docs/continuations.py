@@ -1,52 +1,78 @@
-"""The page of continuations: what tests/native/continuations.py has measured, as tables."""
+"""The page of continuations: the largest differences that tests/native/continuations.py has measured."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 MEASURED = Path(__file__).resolve().parent / "generated" / "continuations.json"
 FAMILIES = {"t5": "T5", "gpt": "GPT"}
+BOUNDS = {"fp32": (5e-6, 5e-6), "bf16": (2e-3, 2e-2)}
+"""The largest relative difference of a loss and of a gradient norm that the parity gate allows."""
 Pairs = Mapping[str, Mapping[str, tuple[float, float]]]
+"""For each set-up that continues, for each that had saved: the largest differences of a loss and of a norm."""
 
-BEGINNING = [
-    "# Every strategy continues every other's run",
-    "",
-    "A run of the native engine is saved after iteration 3, and each set-up continues it until iteration 6.",
-    "A cell has the largest relative differences of a loss and of a gradient norm from the run that the new set-up"
-    " trained without an interruption.",
-    "The number after a strategy is that of its processes.",
-    "Tiny models without dropout, on a CPU with gloo; `tests/native/continuations.py` trains them.",
-    "Before each continuation everything that the processes hold is made nan.",
-    "",
-    "The parity gate allows 5e-6 in fp32; in bf16, where set-ups round at different places, 2e-3 of a loss and 2e-2 of"
-    " a norm ([parity.md](../parity.md)).",
-    "",
-]
+BEGINNING = """\
+# Every strategy continues every other's run
+
+A run of the native engine is saved after iteration 3, and each set-up continues it until iteration 6.
+The differences are relative, from the run that the new set-up trained without an interruption.
+The number after a strategy is that of its processes.
+Tiny models without dropout, on a CPU with gloo.
+`tests/native/continuations.py` trains them, and `continuations.json` beside this page has every pair.
+Before each continuation everything that the processes hold is made nan.
+
+"""
+
+TABLE = """\
+| Model | Pairs | Largest difference of a loss | Allowed | Largest difference of a gradient norm | Allowed |
+|---|--:|---|--:|---|--:|
+"""
 
 
 def page(measured: Mapping[str, Pairs]) -> str:
-    lines = [*BEGINNING]
-    for title, pairs in measured.items():
-        lines += table(title, pairs)
-    return "\n".join(lines)
+    rows = [row(title, pairs) for title, pairs in measured.items()]
+    setups = "; ".join(next(iter(measured.values())))
+    after = f"\nThe parity gate ([parity.md](../parity.md)) allows these differences.\nThe set-ups: {setups}.\n"
+    return BEGINNING + verdict(measured) + "\n\n" + TABLE + "".join(rows) + after
 
 
-def table(title: str, pairs: Pairs) -> Iterator[str]:
+def verdict(measured: Mapping[str, Pairs]) -> str:
+    """How many of all pairs stay within the gate's bounds, in one sentence."""
+    pairs = 0
+    above = 0
+    for title, continued in measured.items():
+        loss_bound, norm_bound = BOUNDS[title.split()[1]]
+        for saved in continued.values():
+            for loss, norm in saved.values():
+                pairs += 1
+                above += loss > loss_bound or norm > norm_bound
+    if above:
+        return f"**Of {pairs} pairs, {above} differ by more than the parity gate allows.**"
+    return f"**All {pairs} pairs stay below the bounds of the parity gate.**"
+
+
+def row(title: str, pairs: Pairs) -> str:
     family, precision = title.split()
-    numbers = {name: number for number, name in enumerate(pairs, 1)}
-    losses, norms = zip(*(pair for row in pairs.values() for pair in row.values()), strict=True)
-    yield f"## {FAMILIES[family]} in {precision}"
-    yield ""
-    yield f"Of {len(losses)} pairs, the largest difference of a loss is {max(losses):.1e}, of a norm {max(norms):.1e}."
-    yield ""
-    yield f"| Continues what was saved by | {' | '.join(str(number) for number in numbers.values())} |"
-    yield f"|{'---|' * (len(numbers) + 1)}"
-    for after, row in pairs.items():
-        cells = [f"{loss:.0e} {norm:.0e}" for loss, norm in (row[before] for before in numbers)]
-        yield f"| {numbers[after]} {after} | {' | '.join(cells)} |"
-    yield ""
+    loss_bound, norm_bound = BOUNDS[precision]
+    number = sum(len(saved) for saved in pairs.values())
+    cells = [
+        f"{FAMILIES[family]} in {precision}",
+        str(number),
+        largest(pairs, 0),
+        f"{loss_bound:.0e}",
+        largest(pairs, 1),
+        f"{norm_bound:.0e}",
+    ]
+    return f"| {' | '.join(cells)} |\n"
+
+
+def largest(pairs: Pairs, position: int) -> str:
+    """The largest difference of a loss (0) or a norm (1), and between which set-ups."""
+    difference, after, before = max(
+        (saved[before][position], after, before) for after, saved in pairs.items() for before in saved
+    )
+    return f"{difference:.1e}: {after} continues {before}"
 
 
 def write(folder: Path) -> None:
-    text = page(json.loads(MEASURED.read_text()))
-    (folder / "continuations.md").write_text(text.replace("0e+00", "0"))
+    (folder / "continuations.md").write_text(page(json.loads(MEASURED.read_text())))

@@ -24,6 +24,7 @@ from made_runs import made_checkpoints
 from support import REPO_ROOT
 from torch.distributed.checkpoint import FileSystemReader, SavePlan
 
+from docs import continuations as continuations_page
 from native import checkpoint, form
 from native.form import Reader, SavePlanner, write_form
 from native.parallel import Axis, Mesh
@@ -366,12 +367,17 @@ def test_a_mistake_in_what_is_carried_over_shows(mistake: str):
     assert loss > LARGEST
 
 
-def test_the_page_has_every_pair():
+def test_the_page_says_of_every_pair_whether_it_is_within_the_bounds():
     """docs/generated/continuations.md is made from these."""
-    measured = json.loads((REPO_ROOT / "docs" / "generated" / "continuations.json").read_text())
+    measured = json.loads(continuations_page.MEASURED.read_text())
     for title, pairs in measured.items():
         assert all(pairs.keys() == row.keys() for row in pairs.values()) and len(pairs) == 16
         check(pairs, *((LARGEST, LARGEST) if title.endswith("fp32") else (2e-3, 2e-2)))
+    assert "**All 1024 pairs stay below the bounds of the parity gate.**" in continuations_page.page(measured)
+    measured["gpt fp32"]["ZeRO-3, 3"]["TP, 2"] = [0.0, 6e-6]
+    page = continuations_page.page(measured)
+    assert "**Of 1024 pairs, 1 differ by more than the parity gate allows.**" in page
+    assert "| GPT in fp32 | 256 |" in page and "6.0e-06: ZeRO-3, 3 continues TP, 2 |" in page
 
 
 @pytest.mark.nightly
