@@ -33,14 +33,22 @@ LONGEST_SECONDS = 150
 # What the scenarios set, in seconds; the table's longest times are sums of these and of a number of seconds.
 TIMES = {"RENDEZVOUS_TIMEOUT": 60, "DISTRIBUTED_TIMEOUT_MINUTES * 60": 60, "WATCHDOG_SECONDS": 3600}
 NOTHING_SAID = "none"
+SAID_THERE = "the same"
 Times = Mapping[str, int]
 
 
 def read_table() -> dict[str, list[str]]:
     """The cells of each failure on two hosts: its description, the messages there and on the other node, the exit codes
     of both, and the longest time."""
-    rows = [re.split(r" *\| *", line.strip(" |")) for line in DOCUMENT.read_text().splitlines()]
-    return {row[0].strip("`"): row[1:] for row in rows if re.fullmatch("`[a-z0-9-]+`", row[0])}
+    table = {}
+    for line in DOCUMENT.read_text().splitlines():
+        name, *cells = re.split(r" *\| *", line.strip(" |"))
+        if not re.fullmatch("`[a-z0-9-]+`", name):
+            continue
+        if cells[2] == SAID_THERE:
+            cells[2] = cells[1]
+        table[name.strip("`")] = cells
+    return table
 
 
 def pattern_of(message: str) -> re.Pattern[str]:
