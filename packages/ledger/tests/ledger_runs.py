@@ -1,11 +1,15 @@
 """The ledger's command, with a folder in place of what it would install."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 from real_runs import environment
 from support import REPO_ROOT
+
+# Of a process that imports no t5bench, which would find the packages beside it.
+PYTHONPATH = os.pathsep.join(map(str, (REPO_ROOT, REPO_ROOT / "packages" / "ledger" / "src")))
 
 
 def run_ledger(
@@ -22,5 +26,5 @@ def run_ledger(
         "sys.exit(main(['ledger', *sys.argv[1:]]))"
     )
     words = [sys.executable, "-c", program, "--output", str(output), *arguments]
-    settings = environment(PYTHONPATH=str(REPO_ROOT))
+    settings = environment(PYTHONPATH=PYTHONPATH)
     return subprocess.run(words, env=settings, capture_output=True, text=True, timeout=500, check=False)

@@ -28,7 +28,7 @@ from t5bench_ledger.answer import NoAnswer
 from t5bench_ledger.changes import CHANGES
 from t5bench_ledger.costs import Cost
 from t5bench_ledger.counts import LiveStorages
-from t5bench_ledger.judge import DOES_NOT_RUN, RIGHT, WRONG, CellVerdict, judge, why
+from t5bench_ledger.judge import BY_ITS_SHARE, DOES_NOT_RUN, RIGHT, ROUNDS, WRONG, CellVerdict, judge, noted, why
 from t5bench_ledger.modes import MODES, RELEASES, STRATEGIES, deepspeed_json, library_of
 from t5bench_ledger.spans import published, releases_in, spans_of
 from t5bench_ledger.words import size_in_words
@@ -54,6 +54,19 @@ REFERENCE = Curves({1: 8.0, 2: 7.0}, {1: 2.0, 2: 1.5})
 def test_the_verdict_names_the_first_iteration_and_quantity(losses, norms, precision, expected):
     verdict = judge(Curves(losses, norms), REFERENCE, precision)
     assert (verdict.verdict, verdict.iteration, verdict.quantity) == expected
+
+
+def test_what_a_test_magnifies_is_no_other_model():
+    wrong = judge(Curves(REFERENCE.loss, {1: 1.0, 2: 1.5}), REFERENCE, "fp32")
+    same = (REFERENCE, REFERENCE)
+    assert noted(wrong, {BY_ITS_SHARE: same}, "fp32").verdict == BY_ITS_SHARE
+    other = (Curves({1: 8.1, 2: 7.0}, {}), REFERENCE)
+    assert noted(wrong, {ROUNDS: other}, "fp32") == wrong
+    right = judge(*same, "fp32")
+    assert noted(right, {ROUNDS: other}, "fp32") == right
+    cells = [cell("1.15.0", BY_ITS_SHARE, "accelerate", "last window", iteration=2, quantity="loss", times=9.0)]
+    (fault,) = tables.release_faults(tables.sections([one | {"beside": ""} for one in cells])[0])
+    assert tables.what_happens(fault).startswith("weighs a short last window by its share: loss off by")
 
 
 def test_how_many_times_the_bound():

@@ -9,8 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from ledger_runs import run_ledger
-from support import REPO_ROOT
+from ledger_runs import PYTHONPATH, run_ledger
 
 from t5bench.plan.ports import free_port
 from t5bench_ledger.changes import CHANGES
@@ -50,7 +49,7 @@ def test_every_shape_is_a_mode_that_no_launcher_meets():
 def test_two_processes_train_every_shape_as_one_does():
     """Without DeepSpeed: the reference and the shapes themselves are right."""
     environment = os.environ | {
-        "PYTHONPATH": str(REPO_ROOT),
+        "PYTHONPATH": PYTHONPATH,
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
         "WORLD_SIZE": "2",

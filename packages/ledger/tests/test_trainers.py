@@ -8,8 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from ledger_runs import run_ledger
-from support import REPO_ROOT
+from ledger_runs import PYTHONPATH, run_ledger
 
 from t5bench.__main__ import main
 from t5bench.plan.ports import free_port
@@ -120,12 +119,12 @@ def verdicts(tmp_path_factory) -> dict[str, judge.CellVerdict]:
             "patience": 5,
         }
         cells.append(common | {"directory": str(folder), "words": ["--case", case], "port": str(free_port())})
-    environment = os.environ | {"PYTHONPATH": str(REPO_ROOT), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", TRAIN_ALL]
     subprocess.run(command, input=json.dumps(cells), env=environment, text=True, check=True, timeout=300)
     found = {}
     for name, folder in folders.items():
-        measured, reference = printed_curves(folder)
+        measured, reference, _ = printed_curves(folder)
         assert len(measured.norm) == trainers.ITERATIONS, logs(folder)
         found[name] = judge.judge(measured, reference, "fp32")
     return found

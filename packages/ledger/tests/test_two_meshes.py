@@ -6,10 +6,12 @@ import subprocess
 import sys
 
 import pytest
-from support import REPO_ROOT
+from ledger_runs import PYTHONPATH
 
 from t5bench.plan.ports import free_port
-from t5bench_ledger.measure import processes_of, program_of
+from t5bench_ledger import two_meshes
+from t5bench_ledger.judge import RIGHT, ROUNDS, WRONG, Verdict, judge, noted
+from t5bench_ledger.measure import pair_of, processes_of, program_of
 from t5bench_ledger.modes import FSDP2_TENSOR, MODES
 from training_comparison.curves import TOLERANCE
 
@@ -31,7 +33,7 @@ for name, dtype, reduced in (
     ("bf16, reduced in bf16", torch.bfloat16, torch.bfloat16),
 ):
     FSDPParam._get_grad_inner_tensor = lambda self, gradient: usual(self, gradient.to(reduced)).float()
-    found[name] = [*two_meshes.sharded(dtype), *two_meshes.plain(dtype)]
+    found[name] = {each: two_meshes.compared(dtype, each) for each in (two_meshes.CANCELLED, 0.0)}
 if dist.get_rank() == 0:
     print(json.dumps(found))
 dist.destroy_process_group()
@@ -44,7 +46,7 @@ def test_the_precision_of_the_second_reduction_decides():
     count = processes_of(FSDP2_TENSOR, fp32)
     assert program_of(FSDP2_TENSOR, fp32).endswith("two_meshes.py")
     environment = os.environ | {
-        "PYTHONPATH": str(REPO_ROOT),
+        "PYTHONPATH": PYTHONPATH,
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
         "WORLD_SIZE": str(count),
@@ -62,10 +64,18 @@ def test_the_precision_of_the_second_reduction_decides():
     assert not any(rank.returncode for rank in ranks)
     found = json.loads(printed[0].splitlines()[-1])
     for name in ("fp32", "bf16, reduced in fp32"):
-        losses, norms, expected, expected_norms = found[name]
-        bound = TOLERANCE[name.partition(",")[0]]
-        assert losses == pytest.approx(expected, rel=bound.loss), name
-        assert norms == pytest.approx(expected_norms, rel=TOLERANCE["fp32"].norm), name
-    _, norms, _, expected_norms = found["bf16, reduced in bf16"]
-    largest = max(abs(own / its - 1) for own, its in zip(norms, expected_norms, strict=True))
-    assert largest > 2 * TOLERANCE["bf16"].norm
+        found_norms = found[name][str(two_meshes.CANCELLED)]
+        assert found_norms["norms"] == pytest.approx(found_norms["expected_norms"], rel=TOLERANCE["fp32"].norm), name
+        assert verdict_of(found[name], name.partition(",")[0]).verdict == RIGHT
+    rounded = verdict_of(found["bf16, reduced in bf16"], "bf16")
+    assert rounded.verdict == ROUNDS and rounded.times > 2 and "at most 0." in rounded.sentence
+    twice = found["fp32"] | {}
+    for curves in twice.values():
+        curves["norms"] = [2 * norm for norm in curves["norms"]]
+    assert verdict_of(twice, "fp32").verdict == WRONG, "a fault is one without cancellation, too"
+
+
+def verdict_of(found: dict[str, dict], precision: str) -> Verdict:
+    """Of a training whose gradients cancel, and of the same without that."""
+    verdict = judge(*pair_of(found[str(two_meshes.CANCELLED)]), precision)
+    return noted(verdict, {ROUNDS: pair_of(found["0.0"])}, precision)

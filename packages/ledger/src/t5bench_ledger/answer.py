@@ -16,6 +16,12 @@ ALL_RIGHT = 0
 NOT_RIGHT = 1
 NOT_TRIED = 3
 WRONG = "wrong"
+# What is no other model; and whose decision it is.
+NOTED = {
+    "rounds more than asked": "no other model is trained",
+    "weighs a short last window by its share": "accelerate divides each micro-batch's loss by the number of a full"
+    " window, as its guide says; whoever writes the loop decides",
+}
 NO_REPORT = "no report that we know of"
 MODE = {mode.name: mode for mode in MODES}
 
@@ -123,7 +129,7 @@ def used_faults(found: Found, verdict: str = "") -> dict[str, list[Mode]]:
     """By strategy the modes that count and are not right; only those with this verdict if one is given."""
     made: dict[str, list[Mode]] = {}
     for fault in found.faults:
-        if verdict in ("", fault["verdict"]):
+        if verdict in ("", fault["verdict"]) and fault["verdict"] not in NOTED:
             own = [MODE[name] for name in fault["modes"] if is_used(fault["strategy"], name)]
             if own:
                 made.setdefault(fault["strategy"], []).extend(own)
@@ -218,6 +224,9 @@ def of_fault(fault: Mapping[str, Any], tried: Collection[str], *, in_full: bool)
     if fault["verdict"] == WRONG:
         size = size_in_words(fault.get("off_by"))
         happens = f"{fault['quantity']} {size} from iteration {fault['iteration']} on"
+    elif fault["verdict"] in NOTED:
+        size = size_in_words(fault.get("off_by"))
+        happens = f"{fault['verdict']}: {fault['quantity']} {size}; {fault.get('sentence') or NOTED[fault['verdict']]}"
     else:
         happens = f"{fault['verdict']}: {fault.get('sentence', '')}"
     last = releases_in(fault["releases"], fault["software"])[-1]

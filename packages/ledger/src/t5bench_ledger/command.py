@@ -47,12 +47,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     modes_help = f"{modes}{listed(mode.name for mode in MODES)})"
     parser.add_argument("--modes", nargs="?", const=every, metavar="LIST", help=modes_help)
     measuring = parser.add_argument_group("measuring")
-    releases = "0.18.2 of DeepSpeed, transformers==4.45.2, ..., separated by commas (default: those of the page)"
+    releases = "0.18.2, transformers==4.45.2, accelerate==every, ... (default: those around which something changed)"
     measuring.add_argument("--releases", default=",".join(default_releases()), metavar="LIST", help=releases)
     costs_help = "count what an iteration of ZeRO costs under each release, instead of judging it"
     measuring.add_argument("--costs", action="store_true", help=costs_help)
     measuring.add_argument("--torch", help="releases, each in an environment of its own (default: the running torch)")
     measuring.add_argument("--limit", type=float, default=LIMIT_SECONDS, help="a longer cell hangs (%(default)s s)")
+    bisect = "go on until each change of a verdict lies between neighbouring releases"
+    measuring.add_argument("--bisect", action="store_true", help=bisect)
     locate = "train a wrong cell once more with a trace, and say where it first differs"
     measuring.add_argument("--locate", action="store_true", help=locate)
     measuring.add_argument("--output", type=Path, help="directory of the runs (default: outputs/ledger)")

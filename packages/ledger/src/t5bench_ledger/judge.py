@@ -2,7 +2,8 @@
 
 import math
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from training_comparison.curves import TOLERANCE, Curves, compare
 
@@ -10,6 +11,11 @@ RIGHT = "right"
 WRONG = "wrong"
 DOES_NOT_RUN = "does not run"
 HANGS = "hangs"
+# What a release does that differs from the reference, but trains no other model, or one that its documentation
+# promises. A program that can tell says so by curves in which a release that does this alone is right.
+ROUNDS = "rounds more than asked"
+BY_ITS_SHARE = "weighs a short last window by its share"
+NOTED = (ROUNDS, BY_ITS_SHARE)
 # The last line of a Python traceback.
 _ERROR = re.compile(r"^(?:[\w.]+\.)?(\w*(?:Error|Exception)\b.*|error: .*)$", re.MULTILINE)
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
@@ -39,6 +45,21 @@ def judge(curves: Curves, reference: Curves, precision: str) -> CellVerdict:
         return CellVerdict(RIGHT, times=compared.largest_share)
     first = min(compared.beyond, key=lambda found: (found.step, found.what))
     return CellVerdict(WRONG, first.step, first.what, None if math.isnan(first.share) else first.share)
+
+
+def noted(verdict: CellVerdict, otherwise: Mapping[str, tuple[Curves, Curves]], precision: str) -> CellVerdict:
+    """The verdict, or what a wrong run does that explains it: by name, curves and their references that are alike
+    if it does this alone."""
+    if verdict.verdict != WRONG:
+        return verdict
+    for name, (curves, reference) in otherwise.items():
+        found = judge(curves, reference, precision)
+        if found.verdict == RIGHT and found.times is not None:
+            allowed = TOLERANCE[precision]
+            share = 100 * found.times * max(allowed.norm, allowed.loss)
+            sentence = f"at most {share:.2g} % is left of it where the test does not magnify" if name == ROUNDS else ""
+            return replace(verdict, verdict=name, sentence=sentence)
+    return verdict
 
 
 def why(logs: list[str]) -> str:

@@ -27,10 +27,12 @@ from t5bench import REPOSITORY, Problem, need_checkout, note, raise_on_signals
 from t5bench.compare.traces import first_difference
 from t5bench.plan.launchers import accepted, declared
 from t5bench.plan.ports import free_port
+from t5bench.printed_table import text_table
 from t5bench.record.log import iterations
 from t5bench.record.plan import Plan
 from t5bench.sweep.launch import Launch, PlannedRun
 from t5bench_ledger import costs, environments, gate, judge, tables, verdicts
+from t5bench_ledger.bisection import next_releases
 from t5bench_ledger.command import chosen
 from t5bench_ledger.modes import (
     ACCELERATE_STAGES,
@@ -63,10 +65,13 @@ from t5bench_ledger.modes import (
     library_of,
     reference_mode,
 )
+from t5bench_ledger.spans import published
 from t5bench_ledger.words import size_in_words
 from training_comparison.curves import Curves
 
 PATIENCE_SECONDS = 15
+EVERY = "every"
+SECONDS = "seconds.jsonl"
 # They import torch, which the command does not.
 PIPELINE_PROGRAM = Path(__file__).with_name("pipeline.py")
 OVERFLOW_PROGRAM = Path(__file__).with_name("overflow.py")
@@ -109,7 +114,7 @@ def releases_of(text: str, library: str) -> list[str]:
                 f"--releases has no '{whose}'", f"Choose from: {', '.join(RELEASES_OF)}; --torch has PyTorch's"
             )
         if (whose or "deepspeed") == library:
-            found.append(release)
+            found += published()[library] if release == EVERY else [release]
     return found
 
 
@@ -350,11 +355,14 @@ class Ledger:
         if any(answer["statuses"]):
             return judge.CellVerdict(judge.DOES_NOT_RUN, sentence=judge.why(logs(directory))), answer["seconds"]
         if program_of(strategy, mode):
-            measured, reference = printed_curves(directory)
+            measured, reference, otherwise = printed_curves(directory)
         else:
             measured = curves(directory)
             reference = self.reference(worker, mode, alone=strategy == BASELINE)
-        return judge.judge(measured, reference, "bf16" if mode.precision == "bf16" else "fp32"), answer["seconds"]
+            otherwise = {}
+        precision = "bf16" if mode.precision == "bf16" else "fp32"
+        verdict = judge.noted(judge.judge(measured, reference, precision), otherwise, precision)
+        return verdict, answer["seconds"]
 
 
 def has_ended_well(answer: Mapping[str, Any]) -> bool:
@@ -385,19 +393,28 @@ def curves(directory: Path) -> Curves:
     return Curves(loss, norm)
 
 
-def printed_curves(directory: Path) -> tuple[Curves, Curves]:
-    """What a small program trained with DeepSpeed, and what it expected."""
+Pair = tuple[Curves, Curves]
+
+
+def printed_curves(directory: Path) -> tuple[Curves, Curves, dict[str, Pair]]:
+    """What a small program trained, what it expected, and by name the same of what would explain a difference."""
     for line in "\n".join(logs(directory)).splitlines():
         if line.startswith('{"losses"'):
             printed = json.loads(line)
-            measured = dict(enumerate(printed["losses"], 1))
-            expected = dict(enumerate(printed["expected"], 1))
-            norms = dict(enumerate(printed.get("norms", []), 1))
-            if all(math.isnan(norm) for norm in norms.values()):
-                norms = {}
-            expected_norms = dict(enumerate(printed.get("expected_norms", []), 1)) if norms else {}
-            return Curves(measured, norms), Curves(expected, expected_norms)
-    return Curves({}, {}), Curves(dict.fromkeys(range(1, ITERATIONS + 1), 1.0), {})
+            otherwise = {name: pair_of(content) for name, content in printed.get("otherwise", {}).items()}
+            return *pair_of(printed), otherwise
+    return Curves({}, {}), Curves(dict.fromkeys(range(1, ITERATIONS + 1), 1.0), {}), {}
+
+
+def pair_of(printed: Mapping[str, Any]) -> Pair:
+    """Of lists by iteration."""
+    measured = dict(enumerate(printed["losses"], 1))
+    expected = dict(enumerate(printed["expected"], 1))
+    norms = dict(enumerate(printed.get("norms", []), 1))
+    if all(math.isnan(norm) for norm in norms.values()):
+        norms = {}
+    expected_norms = dict(enumerate(printed.get("expected_norms", []), 1)) if norms else {}
+    return Curves(measured, norms), Curves(expected, expected_norms)
 
 
 def read_cells(path: Path) -> list[Cell]:
@@ -415,10 +432,10 @@ def wanted_cells(strategies: Iterable[str], modes: Iterable[str]) -> Iterator[tu
 
 
 def describe(cell: Cell) -> str:
-    if cell.verdict == judge.WRONG:
+    if cell.verdict == judge.WRONG or cell.verdict in judge.NOTED:
         where = f"; {cell.where}" if cell.where else ""
         size = size_in_words(tables.off_by(asdict(cell)))
-        return f"wrong from iteration {cell.iteration} on: {cell.quantity} {size}{where}"
+        return f"{cell.verdict} from iteration {cell.iteration} on: {cell.quantity} {size}{where}"
     return f"{cell.verdict}: {cell.sentence}" if cell.sentence else cell.verdict
 
 
@@ -512,6 +529,9 @@ def measure_column(
 ) -> None:
     """Adds the cells that are not known yet to those that are, also in the file. Raises Problem."""
     of_column = known_cells(column, known)
+    column_begin = time.monotonic()
+    installing = 0.0
+    trained = 0
     with contextlib.ExitStack() as stack:
         worker = None
         for strategy, mode in column.cells:
@@ -525,11 +545,27 @@ def measure_column(
             if worker is None:
                 worker = start_worker(ledger, column, tokenizer)
                 stack.callback(worker.end)
+                installing = time.monotonic() - begin
             cell = measure_cell(ledger, worker, column, strategy, mode, code, locates=locates)
             known.append(cell)
             with (ledger.output / "cells.jsonl").open("a") as file:
                 file.write(json.dumps(asdict(cell)) + "\n")
             progress.tell(label, cell, time.monotonic() - begin)
+            trained += 1
+    if trained:
+        seconds = {"release": column.name, "cells": trained, "beginning": round(installing, 1)}
+        seconds["all"] = round(time.monotonic() - column_begin, 1)
+        with (ledger.output / SECONDS).open("a") as file:
+            file.write(json.dumps(seconds) + "\n")
+
+
+def seconds_table(path: Path) -> str:
+    """What each release took, of those that were measured with this output; "" if none was."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    taken = [json.loads(line) for line in lines]
+    rows = [[each["release"], str(each["cells"]), f"{each['all']:.0f}", f"{each['beginning']:.0f}"] for each in taken]
+    header = ["release", "cells", "seconds", "of them until the first"]
+    return text_table(rows, header) if rows else ""
 
 
 def runs_folder(ledger: Ledger, column: Column) -> Path:
@@ -629,14 +665,20 @@ def run(args: argparse.Namespace) -> int:
     ledger = Ledger(read_plans(output, data), output, args.limit)
     progress = Progress(sum(len(column.cells) for column in wanted))
     known = read_cells(output / "cells.jsonl")
-    failed = False
-    for column in wanted:
-        try:
-            measure_column(ledger, column, data / "tokenizer", progress, known, locates=args.locate)
-        except Problem as problem:
-            note(f"error: {column.name} was not measured: {problem.found}")
-            note(f"       {problem.remedy}")
-            failed = True
+    failed: set[str] = set()
+    while wanted:
+        for column in wanted:
+            try:
+                measure_column(ledger, column, data / "tokenizer", progress, known, locates=args.locate)
+            except Problem as problem:
+                note(f"error: {column.name} was not measured: {problem.found}")
+                note(f"       {problem.remedy}")
+                failed.add(column.name)
+        wanted = []
+        if args.bisect:
+            more = boundaries(known, tables.read(tables.CELLS) if args.publish else [])
+            wanted = [column for column in more if column.name not in failed]
+            progress.total += sum(len(column.cells) for column in wanted)
     cells = [asdict(cell) for cell in known if is_current(cell)]
     if args.publish:
         cells = tables.merged(tables.read(tables.CELLS), cells)
@@ -647,4 +689,22 @@ def run(args: argparse.Namespace) -> int:
         tables.write_pages(output, cells)
     note(f"the table: {(tables.PAGES if args.publish else output) / 'ledger.md'}")
     print(tables.summary(cells))
+    print(seconds_table(output / SECONDS))
     return 1 if failed else 0
+
+
+def boundaries(known: Sequence[Cell], kept: Sequence[tables.Cell]) -> list[Column]:
+    """What to try next, so that each change of a verdict lies between neighbouring releases. With the running torch."""
+    torch = metadata.version("torch")
+    measured = {(cell.release, cell.strategy, cell.mode): cell for cell in known if cell.torch == torch}
+    for cell in kept:
+        if cell["torch"] == torch:
+            measured.setdefault((cell["release"], cell["strategy"], cell["mode"]), Cell(**cell))
+    mode_of = {mode.name: mode for mode in MODES}
+    made = []
+    for library in RELEASES_OF:
+        own = [cell for cell in measured.values() if cell.release and library_of(cell.strategy) == library]
+        for release, ways in next_releases(own, library).items():
+            cells = [(strategy, mode_of[mode]) for strategy, mode in ways]
+            made.append(Column(None, release, cells, library))
+    return made

@@ -57,13 +57,15 @@ class ReleaseFault(msgspec.Struct, omit_defaults=True, kw_only=True):
     releases: Spans
     strategy: str
     modes: list[str]
-    verdict: Literal["wrong", "does not run", "hangs"]
+    verdict: Literal[
+        "wrong", "does not run", "hangs", "rounds more than asked", "weighs a short last window by its share"
+    ]
     iteration: Annotated[int | None, Meta(description="the first that is wrong")] = None
     quantity: Annotated[str, Meta(description="what is wrong first: the loss or the gradient norm")] = ""
     off_by: Annotated[
         float | None, Meta(description="its largest relative difference; none of a wrong one: it is not a number")
     ] = None
-    sentence: Annotated[str, Meta(description="with which it fails, if it does not run")] = ""
+    sentence: Annotated[str, Meta(description="with which it fails, or what is left without cancellation")] = ""
     where: Annotated[str, Meta(description="the step and module that differ first, if a trace showed it")] = ""
     upstream: Annotated[
         list[str], Meta(description="issues and pull requests that explain it; see upstream below")

@@ -14,7 +14,7 @@ from t5bench import Problem
 from t5bench.printed_table import text_table
 from t5bench.record.files import write_whole
 from t5bench_ledger.changes import CHANGES, Change
-from t5bench_ledger.judge import DOES_NOT_RUN, HANGS, RIGHT, WRONG
+from t5bench_ledger.judge import DOES_NOT_RUN, HANGS, NOTED, RIGHT, WRONG
 from t5bench_ledger.modes import (
     DEEPSPEED_STRATEGIES,
     ITERATIONS,
@@ -141,7 +141,7 @@ def off_by(cell: Cell) -> float | None:
 
 def sentence(cell: Cell) -> str:
     """What is known of a cell that is not right."""
-    if cell["verdict"] != WRONG:
+    if cell["verdict"] not in (WRONG, *NOTED):
         return cell["sentence"]
     return f"from iteration {cell['iteration']} on the {cell['quantity']} is {size_in_words(off_by(cell))}"
 
@@ -298,8 +298,11 @@ FAULT_HEADER = ("strategy", "modes", "releases", "what happens", "right again in
 
 
 def what_happens(fault: ReleaseFault) -> str:
-    if fault.verdict != WRONG:
+    if fault.verdict not in (WRONG, *NOTED):
         return f"{fault.verdict}: {fault.sentence}"
+    if fault.verdict in NOTED:
+        size = f"{fault.quantity} {size_in_words(fault.off_by)} from iteration {fault.iteration} on"
+        return f"{fault.verdict}: {size}{'; ' if fault.sentence else ''}{fault.sentence}"
     said = f"{fault.quantity} {size_in_words(fault.off_by)} from iteration {fault.iteration} on"
     return f"{said}; first in {fault.where}" if fault.where else said
 
@@ -469,6 +472,6 @@ def summary(cells: Sequence[Cell]) -> str:
     named = [(cell["torch"], name_of(cell), cell["verdict"]) for cell in cells]
     for torch, release in dict.fromkeys(each[:2] for each in named):
         verdicts = [verdict for *key, verdict in named if key == [torch, release]]
-        others = [f"{verdicts.count(name)} {name}" for name in (WRONG, DOES_NOT_RUN, HANGS) if name in verdicts]
+        others = [f"{verdicts.count(name)} {name}" for name in (WRONG, DOES_NOT_RUN, HANGS, *NOTED) if name in verdicts]
         rows.append([torch, release, f"{verdicts.count(RIGHT)} of {len(verdicts)}", ", ".join(others) or "-"])
     return text_table(rows, ["torch", "release", "right", "others"])

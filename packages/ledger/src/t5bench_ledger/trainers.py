@@ -37,6 +37,7 @@ CLIP_NORM = 0.8
 IGNORED = -100  # a token that is no target
 SMOOTHING = 0.1
 CLASSES = 3
+BY_ITS_SHARE = "weighs a short last window by its share"
 
 
 @dataclass(frozen=True)
@@ -126,8 +127,10 @@ def plain(
     rate_of: Callable[[int], float],
     *,
     in_bf16: bool,
+    share_of: Callable[[int], float] = lambda number: 1.0,
 ) -> tuple[list[float], list[float]]:
-    """Loss and gradient norm of each step, on its whole batch at once. forward: its loss. rate_of: a step's."""
+    """Loss and gradient norm of each step, on its whole batch at once. forward: its loss. rate_of: a step's.
+    share_of: what a step's gradient is multiplied by."""
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     losses = []
     norms = []
@@ -136,7 +139,7 @@ def plain(
         with torch.autocast("cpu", torch.bfloat16, enabled=in_bf16):
             loss = forward(model, batch)
         optimizer.zero_grad()
-        loss.backward()
+        (loss * share_of(number)).backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
         optimizer.step()
         losses.append(float(loss.detach()))
@@ -387,7 +390,7 @@ class Loop:
         self.accelerator.load_state(str(directory))
 
 
-def trained_by_accelerate(case: Case, stage: int, directory: Path, *, in_bf16: bool) -> dict[str, list[float]]:
+def trained_by_accelerate(case: Case, stage: int, directory: Path, *, in_bf16: bool) -> dict[str, Any]:
     """Loss and norm of each step of the loop, and what is expected."""
     accelerator = accelerator_of(case, stage, in_bf16=in_bf16)
     processes = dist.get_world_size()
@@ -418,8 +421,17 @@ def trained_by_accelerate(case: Case, stage: int, directory: Path, *, in_bf16: b
     def forward(model: nn.Module, batch: Batch) -> Tensor:
         return loss_of(model(batch["input_ids"]), batch["labels"], shifts=False)
 
-    expected, expected_norms = plain(reference, forward, steps, lambda number: RATE, in_bf16=in_bf16)
-    return {"losses": loop.losses, "expected": expected, "norms": loop.norms, "expected_norms": expected_norms}
+    of_each_step = [len(window) / case.micro_batches for window in loop.taken if window]
+
+    def expected_of(share_of: Callable[[int], float]) -> dict[str, list[float]]:
+        model = copy.deepcopy(reference)
+        expected, norms = plain(model, forward, steps, lambda number: RATE, in_bf16=in_bf16, share_of=share_of)
+        return {"losses": loop.losses, "expected": expected, "norms": loop.norms, "expected_norms": norms}
+
+    printed: dict[str, Any] = expected_of(lambda number: 1.0)
+    if case.micro_batches_of_epoch:
+        printed["otherwise"] = {BY_ITS_SHARE: expected_of(of_each_step.__getitem__)}
+    return printed
 
 
 def main() -> None:
