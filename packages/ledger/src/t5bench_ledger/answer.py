@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
@@ -152,7 +152,9 @@ def condition(faulty: Sequence[Mode], tried: Sequence[Mode]) -> str:
     meant = {mode.name for mode in tried if all(holds(mode) for holds in shared.values())}
     if meant == {mode.name for mode in faulty}:
         return " ".join(shared)
-    return listed(dict.fromkeys(mode.when or f"in '{mode.name}'" for mode in faulty))
+    names = list(dict.fromkeys(mode.when or f"in '{mode.name}'" for mode in faulty))
+    # "with T5" holds "with T5 on one process", too: both are wrong.
+    return listed(name for name in names if not any(name.startswith(f"{other} ") for other in names))
 
 
 def listed(names: Iterable[str]) -> str:
@@ -175,16 +177,38 @@ def clauses(found: Found, verdict: str, words: str) -> list[str]:
 PLURAL = {"trains another model": "train another model", "does not run": "do not run", "hangs": "hang"}
 
 
-def replacement(found: Found) -> str:
-    """The newest release that was tried with the same PyTorch and is right in all that counts; "" if none."""
-    for measured in read()["measured"]:
-        if (measured["software"], measured["torch"]) != (found.library, found.torch):
-            continue
-        for release in reversed(measured["releases"]):
-            other = [each for each in found_of(found.library, release) if each.torch == found.torch]
-            if other and not used_faults(other[0]):
-                return str(release)
-    return ""
+def instead_of(found: Found) -> str:
+    """Which release to take: the newest of those that are right in the most ways, with the same PyTorch.
+
+    Of those that were tried in every way in which this one was.
+    """
+    own = count_of_faults(found)
+    fewest, best = own, ""
+    for release in sorted(tried_of(found), key=position(found.library), reverse=True):
+        others = [other for other in found_of(found.library, release) if other.torch == found.torch]
+        for other in others:
+            kept = only(other, found.strategies)
+            if used_ways(kept) >= used_ways(found) and count_of_faults(kept) < fewest:
+                fewest, best = count_of_faults(kept), release
+    if not best:
+        return "no release that was tried is right in more ways"
+    return f"take {best}" if not fewest else f"take {best}, which is wrong in fewer ways"
+
+
+def count_of_faults(found: Found) -> int:
+    return sum(map(len, used_faults(found).values()))
+
+
+def used_ways(found: Found) -> set[tuple[str, str]]:
+    """The strategies and modes that count and were tried."""
+    tried = ((strategy, mode.name) for strategy in found.strategies for mode in found.tried(strategy))
+    return {(strategy, mode) for strategy, mode in tried if is_used(strategy, mode)}
+
+
+def position(library: str) -> Callable[[str], int]:
+    """Of a release among those that were published; the last one if it was not."""
+    known = published()[library]
+    return lambda release: known.index(release) if release in known else len(known)
 
 
 PLAIN = ("equal targets", "one process")
@@ -198,8 +222,7 @@ def first_line(found: Found) -> str:
         return f"{found.name}: right {modes}"
     wrong = clauses(found, WRONG, "trains another model")
     failing = [*clauses(found, "does not run", "does not run"), *clauses(found, "hangs", "hangs")]
-    instead = replacement(found)
-    take = f"take {instead}" if instead else "no release that was tried is right in all of these ways"
+    take = instead_of(found)
     is_right_plainly = of_people and any(mode in found.right.get(found.strategies[0], ()) for mode in PLAIN)
     begin = f"do not use {found.name}" if wrong and not is_right_plainly else found.name
     return f"{begin}: {'; '.join([*wrong, *failing])}; {take}"

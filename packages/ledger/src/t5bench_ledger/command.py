@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from t5bench_ledger import answer
+from t5bench_ledger import answer, show
 from t5bench_ledger.answer import NoAnswer
 from t5bench_ledger.modes import MODES, RELEASES_OF, STRATEGIES
 
@@ -38,6 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     asked = "yes or no for a release of DeepSpeed, or torch==, transformers== or accelerate==RELEASE"
     answers.add_argument("--answer", metavar="RELEASE", help=asked)
     answers.add_argument("--mine", action="store_true", help="the same for the installed releases; trains nothing")
+    shown = "a fault as one file of plain PyTorch and the library, which is printed and run"
+    answers.add_argument("--show", nargs=3, metavar=("LIBRARY", "RELEASE", "MODE"), help=shown)
     strategies = f"separated by commas (default: all, {listed(STRATEGIES)})"
     parser.add_argument("--strategies", default=",".join(STRATEGIES), metavar="LIST", help=strategies)
     modes = (
@@ -76,6 +78,8 @@ def chosen(text: str, known: Sequence[str], what: str) -> list[str]:
 def run(args: argparse.Namespace) -> int:
     """The exit status."""
     try:
+        if args.show:
+            return show.show(*args.show)
         if not (args.mine or args.answer):
             return measured(args)
         releases = answer.installed() if args.mine else answer.named(args.answer)

@@ -33,6 +33,7 @@ from t5bench.record.plan import Plan
 from t5bench.sweep.launch import Launch, PlannedRun
 from t5bench_ledger import costs, environments, gate, judge, tables, verdicts
 from t5bench_ledger.bisection import next_releases
+from t5bench_ledger.changes import standing
 from t5bench_ledger.command import chosen
 from t5bench_ledger.modes import (
     ACCELERATE_STAGES,
@@ -636,10 +637,11 @@ def publish(cells: Sequence[tables.Cell]) -> None:
 
     Raises OSError.
     """
-    verdicts.write(cells)
+    kept = standing(cells)
+    verdicts.write(kept)
     verdicts.write_schema()
-    gate.write(cells)
-    tables.write_pages(tables.PAGES, cells)
+    gate.write(kept)
+    tables.write_pages(tables.PAGES, kept)
 
 
 def count_cell(ledger: Ledger, worker: Worker, release: str, strategy: str, mode: Mode, runs: Path) -> costs.Cost:

@@ -13,7 +13,7 @@ from packaging.version import Version
 from t5bench import Problem
 from t5bench.printed_table import text_table
 from t5bench.record.files import write_whole
-from t5bench_ledger.changes import CHANGES, Change
+from t5bench_ledger.changes import CHANGES, WITHDRAWN, Change
 from t5bench_ledger.judge import DOES_NOT_RUN, HANGS, NOTED, RIGHT, WRONG
 from t5bench_ledger.modes import (
     DEEPSPEED_STRATEGIES,
@@ -30,6 +30,7 @@ from t5bench_ledger.modes import (
     library_of,
 )
 from t5bench_ledger.releases import ReleaseFault, Software
+from t5bench_ledger.show import accusation_of
 from t5bench_ledger.spans import DATA, published, releases_in, spans_of
 from t5bench_ledger.words import mended_in_words, size_in_words
 from training_comparison.curves import TOLERANCE
@@ -97,6 +98,10 @@ python -m t5bench ledger --releases 0.20.0 --publish                  # adds a n
 
 The command needs uv. It installs nothing into your environment, keeps its own in `~/.cache/t5-parallelism/ledger`, and
 continues after an interruption. Cells of a page that are not measured again stay on it.
+"""
+
+OF_OTHER_TORCHES = """FSDP2 and tensor in bf16 was measured again under torch 2.13.0 alone.
+The former figures of other releases were the test's, whose gradients cancel, and those cells count as not tried.
 """
 
 ISOLATED = """## Shown without this project
@@ -294,7 +299,7 @@ def release_faults(section: Section) -> list[ReleaseFault]:
 
 
 NO_REPORT = "no report that we know of"
-FAULT_HEADER = ("strategy", "modes", "releases", "what happens", "right again in", "upstream")
+FAULT_HEADER = ("strategy", "modes", "releases", "what happens", "right in", "upstream", "shown alone")
 
 
 def what_happens(fault: ReleaseFault) -> str:
@@ -327,6 +332,19 @@ def upstream(fault: ReleaseFault) -> str:
     return "; ".join(f"[{number}]({address}): {what}" for number, address, what in explained(fault)) or NO_REPORT
 
 
+def listed_names(strategies: Iterable[str]) -> str:
+    return ", ".join(NAMES[strategy] for strategy in strategies)
+
+
+def shown(fault: ReleaseFault) -> str:
+    """The file that shows it without this project."""
+    for mode in fault.modes:
+        found = accusation_of(fault.software, mode, fault.strategy)
+        if found and fault.verdict == WRONG:
+            return f"[{found.path.stem}](../src/t5bench_ledger/accusations/{found.path.name})"
+    return "-"
+
+
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Markdown, without blanks that only align what nobody reads as text."""
     lines = ["| " + " | ".join(row) + " |" for row in (header, *rows)]
@@ -338,8 +356,15 @@ def markdown(cells: Sequence[Cell]) -> str:
     parts = [INTRODUCTION, "## What is not right\n"]
     for section in sections(cells):
         parts.append(f"### {section.title}\n")
-        rows = [[*fault_words(fault, releases_of(section.cells)), upstream(fault)] for fault in release_faults(section)]
+        rows = [
+            [*fault_words(fault, releases_of(section.cells)), upstream(fault), shown(fault)]
+            for fault in release_faults(section)
+        ]
         parts.append(table(FAULT_HEADER, rows) if rows else "Everything that was tried is right.\n")
+    parts.append("## Withdrawn\n")
+    withdrawn = [(listed_names(each.strategies), each.mode, each.first, each.why) for each in WITHDRAWN]
+    parts.append(table(("strategy", "mode", "from release", "why"), withdrawn))
+    parts.append(OF_OTHER_TORCHES)
     parts.append("## What was tried\n")
     measured = [[cell["mode"] for cell in cells].count(mode.name) for mode in MODES]
     rows = [(mode.name, mode.meaning, str(count)) for mode, count in zip(MODES, measured, strict=True)]

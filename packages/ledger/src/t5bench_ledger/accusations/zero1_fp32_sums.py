@@ -1,0 +1,47 @@
+"""ZeRO-1 in bf16 that accumulates in fp32 applies nothing, or a norm of 65536 times the right one.
+
+Library: deepspeed
+Strategies: zero1
+Modes: fp32 accumulation
+Promised: "data_types.grad_accum_dtype: Specifies the data type in which to do gradient accumulation."
+Not by design: deepspeed#7839 and #7985 mend it.
+Today: take 0.19.0 or a later release, or leave grad_accum_dtype out.
+"""
+
+import os
+
+os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "DS_ACCELERATOR": "cpu"}
+import deepspeed
+import torch
+from torch import distributed as dist
+
+MICRO_BATCHES = 4
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled for a minute
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+torch.manual_seed(0)
+model = torch.nn.Linear(63, 5, bias=False)
+config = {
+    "train_micro_batch_size_per_gpu": 1,
+    "gradient_accumulation_steps": MICRO_BATCHES,
+    "gradient_clipping": 1e6,  # never clips
+    "zero_optimization": {"stage": 1, "overlap_comm": False},
+    "zero_allow_untested_optimizer": True,
+    "zero_force_ds_cpu_optimizer": False,
+    "bf16": {"enabled": True},
+    "data_types": {"grad_accum_dtype": "fp32"},
+}
+engine, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=1.0), config=config)
+print("deepspeed", deepspeed.__version__, "torch", torch.__version__)
+for iteration in (1, 2):
+    before = engine.module.weight.detach().float().clone()
+    inputs = torch.randn(MICRO_BATCHES, 63)
+    for row in inputs:  # the loss is linear in the weights: its gradient is the inputs' mean
+        engine.backward(engine(row.to(torch.bfloat16)).sum())
+        engine.step()
+    applied = before - engine.module.weight.detach().float()
+    expected = inputs.mean(0).expand(5, -1)
+    share = float((applied * expected).sum() / (expected * expected).sum())
+    error = float((applied - expected).norm() / expected.norm())
+    norm = float(engine.get_global_grad_norm() or "nan") / float(expected.norm())
+    said = f"{share:.3f} of the mean gradient is applied, {100 * error:.0f} % off; norm {norm:.3f} of it"
+    print(f"iteration {iteration}: {said}")
