@@ -10,7 +10,7 @@ from ledger_runs import PYTHONPATH
 
 from t5bench.plan.ports import free_port
 from t5bench_ledger import two_meshes
-from t5bench_ledger.judge import RIGHT, ROUNDS, WRONG, Verdict, judge, noted
+from t5bench_ledger.judge import RIGHT, ROUNDS, WRONG, CellVerdict, judge, noted
 from t5bench_ledger.measure import pair_of, processes_of, program_of
 from t5bench_ledger.modes import FSDP2_TENSOR, MODES
 from training_comparison.curves import TOLERANCE
@@ -75,7 +75,7 @@ def test_the_precision_of_the_second_reduction_decides():
     assert verdict_of(twice, "fp32").verdict == WRONG, "a fault is one without cancellation, too"
 
 
-def verdict_of(found: dict[str, dict], precision: str) -> Verdict:
+def verdict_of(found: dict[str, dict], precision: str) -> CellVerdict:
     """Of a training whose gradients cancel, and of the same without that."""
     verdict = judge(*pair_of(found[str(two_meshes.CANCELLED)]), precision)
     return noted(verdict, {ROUNDS: pair_of(found["0.0"])}, precision)
