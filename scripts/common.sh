@@ -50,7 +50,7 @@ pwd -P >/dev/null 2>&1 || die "the current directory was removed" "Change to one
 if [[ -n ${MODEL:-} ]]; then
   described=$(cd -- "$REPO_ROOT" && "$PYTHON" -m t5bench.plan.described_model "$OLDPWD") || exit 2
   while IFS='=' read -r name value; do
-    export "$name=$value"
+    [[ -z $name ]] || export "$name=$value" # nothing is printed where MODEL is a description already
   done <<<"$described"
   unset described name value
 fi

@@ -23,7 +23,8 @@ if ((SAMPLE)); then
     die "SAMPLE=1 uses the bundled articles and tokenizer, but found${XSUM_SOURCE:+ XSUM_SOURCE=$XSUM_SOURCE}${TOKENIZER_MODEL:+ TOKENIZER_MODEL=$TOKENIZER_MODEL}" \
       "Unset one of them; to use the sample with another tokenizer, set XSUM_SOURCE='$REPO_ROOT/megatron_data/sample/articles.jsonl'"
   XSUM_SOURCE=$REPO_ROOT/megatron_data/sample/articles.jsonl
-  [[ $MODEL_FAMILY != t5 ]] || TOKENIZER_MODEL=$REPO_ROOT/megatron_data/sample/tokenizer
+  # A model of a config.json may have any tokenizer with fewer words than it has.
+  [[ $MODEL_FAMILY != t5 && -z ${MODEL:-} ]] || TOKENIZER_MODEL=$REPO_ROOT/megatron_data/sample/tokenizer
   export HF_HUB_OFFLINE=1
 fi
 if [[ -z $TOKENIZER_MODEL && $MODEL_FAMILY != t5 ]]; then

@@ -18,7 +18,7 @@ written=$REPO_ROOT
   "Copy the whole directory to a place of your own, such as your home directory, and run this there"
 bash "$REPO_ROOT/scripts/setup_environment.sh"
 export PATH=$REPO_ROOT/.venv/bin:$PATH PYTHON=$REPO_ROOT/.venv/bin/python
-export MEGATRON_DATA_DIR=$REPO_ROOT/outputs/quickstart/${FAMILY_PREFIX}data
+export MEGATRON_DATA_DIR=$REPO_ROOT/outputs/quickstart/${FAMILY_PREFIX}${MODEL:+model-}data
 SAMPLE=1 TOKENIZER_MODEL='' bash "$REPO_ROOT/scripts/prepare_xsum_megatron.sh" >/dev/null
 # fp32 without dropout, and clipping in some iterations, so that a strategy that trains a different
 # model shows: the gradient norms of the tiny models lie on both sides of these.

@@ -1,0 +1,90 @@
+"""MODEL: a config.json or a published name becomes a run's settings and the engine's description."""
+
+import json
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from real_runs import environment
+from support import REPO_ROOT
+
+from t5bench import Problem
+from t5bench.costmodel.job import Architecture
+from t5bench.costmodel.published import PUBLISHED
+from t5bench.plan.described_model import with_model
+from t5bench.plan.planner import plan
+
+LLAMA = {
+    "model_type": "llama", "num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "intermediate_size": 96, "vocab_size": 4400, "max_position_embeddings": 256,
+}  # fmt: skip
+LAUNCHER = ["bash", str(REPO_ROOT / "scripts" / "run_megatron_t5_tensor.sh"), "--dry-run=json"]
+
+
+def written(folder: Path, **more: Any) -> Path:
+    path = folder / "config.json"
+    path.write_text(json.dumps(LLAMA | more))
+    return path
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_model_is_described_once(name: str):
+    """A record's description is a value of MODEL, which means the same again."""
+    settings = with_model({"MODEL": name}, "/")
+    assert with_model(settings, "/elsewhere") == settings
+    assert settings["ENGINE"] == "native"
+
+
+def test_a_plan_has_the_models_sizes(tmp_path: Path):
+    written(tmp_path)
+    planned = plan(environment(MODEL=".", SEQ_LENGTH="64"), "ddp", directory=str(tmp_path))
+    model = Architecture.of_arguments(planned.named_arguments, 0)
+    assert (model.kind, model.kv_heads, model.padded_vocabulary, model.decoder_length) == ("llama", 2, 4400, 64)
+    assert planned.value("HIDDEN_SIZE") == "64" and "HIDDEN_SIZE" not in planned.chosen
+    assert Path(planned.program[-1]).name == "pretrain_gpt.py"
+
+
+def test_a_launcher_takes_it_from_where_it_is_typed_and_twice(tmp_path: Path):
+    """What a sweep starts has the description in its environment."""
+    written(tmp_path)
+
+    def described(model: str, folder: Path) -> str:
+        settings = environment(MODEL=model, SEQ_LENGTH="64", DEVICE="cpu")
+        answer = subprocess.run(LAUNCHER, env=settings, cwd=folder, capture_output=True, text=True, check=False)
+        (role,) = [of_role for of_role in json.loads(answer.stdout)["settings_by_role"].values() if "MODEL" in of_role]
+        return role["MODEL"]
+
+    once = described("config.json", tmp_path)
+    assert described(once, REPO_ROOT) == once
+
+
+@pytest.mark.parametrize(
+    ("config", "settings", "found"),
+    [
+        ({}, {"HIDDEN_SIZE": "32"}, "HIDDEN_SIZE=64"),
+        ({}, {"SEQ_LENGTH": "512"}, "takes 256 tokens"),
+        ({}, {"ENGINE": "megatron"}, "needs ENGINE=native"),
+        ({}, {"TENSOR_PARALLEL_SIZE": "3", "NPROC_PER_NODE": "3"}, "tensor-parallel size 3"),
+        ({"model_type": "mistral", "sliding_window": 32}, {"SEQ_LENGTH": "64"}, "sliding window of 32"),
+        ({"num_experts": 8}, {}, "num_experts"),
+        ({"state_size": 16}, {}, "state_size"),
+        ({"model_type": "gemma"}, {}, "gemma"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, {}, "yarn"),
+    ],
+)
+def test_what_is_not_trained_is_refused_by_name(
+    tmp_path: Path, config: Mapping[str, Any], settings: Mapping[str, str], found: str
+):
+    model = str(written(tmp_path, **config))
+    planned = plan(environment(**{"MODEL": model, "SEQ_LENGTH": "64", **settings}), "tensor")
+    fatal = [str(obstacle) for obstacle in planned.obstacles if obstacle.fatal]
+    assert any(found in each for each in fatal), fatal
+
+
+@pytest.mark.parametrize("value", ["no-such-model", "{", "[1]", '{"kind": "llama"}', '{"kind": "llama", "x": 1}'])
+def test_a_value_that_is_no_model_says_what_would_be(value: str):
+    with pytest.raises(Problem) as problem:
+        with_model({"MODEL": value}, "/")
+    assert "config.json" in problem.value.remedy
