@@ -31,7 +31,7 @@ from t5bench.printed_table import text_table
 from t5bench.record.log import iterations
 from t5bench.record.plan import Plan
 from t5bench.sweep.launch import Launch, PlannedRun
-from t5bench_ledger import costs, environments, gate, judge, tables, verdicts
+from t5bench_ledger import costs, environments, gate, judge, page, tables, verdicts
 from t5bench_ledger.bisection import next_releases
 from t5bench_ledger.changes import standing
 from t5bench_ledger.command import chosen
@@ -624,11 +624,11 @@ def count_costs(args: argparse.Namespace) -> int:
         finally:
             worker.end()
         note(f"[{number}/{len(releases)}] DeepSpeed {release}: {len(wanted)} ways of training counted")
-    page = tables.PAGES / "costs.md" if args.publish else output / "costs.md"
-    costs.write(costs.COUNTED if args.publish else output / "costs.json", page, found, torch)
+    table = tables.PAGES / "costs.md" if args.publish else output / "costs.md"
+    costs.write(costs.COUNTED if args.publish else output / "costs.json", table, found, torch)
     if args.publish:
         publish(tables.read(tables.CELLS))
-    note(f"the table: {page}")
+    note(f"the table: {table}")
     return 0
 
 
@@ -642,6 +642,7 @@ def publish(cells: Sequence[tables.Cell]) -> None:
     verdicts.write_schema()
     gate.write(kept)
     tables.write_pages(tables.PAGES, kept)
+    page.write(tables.PAGES / "is_my_release_right.html", verdicts.shorten(kept))
 
 
 def count_cell(ledger: Ledger, worker: Worker, release: str, strategy: str, mode: Mode, runs: Path) -> costs.Cost:
