@@ -27,6 +27,10 @@ CHOSEN = ("TP_SIZE", "PP_SIZE", "MICRO_BATCH_SIZE", "RECOMPUTE", "TRAIN_ITERS", 
 PICTURE = "search.svg"
 SHOWN = 10
 EXIT_NOT_CERTAIN = 3
+MOST_SAID = 1.0
+"""A bound on a regret that is larger says nothing: twice as slow may be anything."""
+PYTHON = 450 * 10**6
+"""Bytes of a worker's Python with PyTorch on a CPU, before it has a model."""
 
 
 def run(args: argparse.Namespace) -> int:
@@ -41,9 +45,9 @@ def run(args: argparse.Namespace) -> int:
     planned = plan_of_hosts(args)
     candidates = that_may_be_fastest(launchable(args, planned, tensor, pipeline))
     by_name = {name_of(candidate): candidate for candidate in candidates}
-    options = [Option(name, each.job, each.machine, each.backend) for name, each in by_name.items()]
+    options = [option_of(name, candidate) for name, candidate in by_name.items()]
     memory = remembered(args.runs_dir, question(args, planned, candidates[0]))
-    search = Search(options, measured=dict(memory.outcomes), failed=set(memory.failed))
+    search = Search(options, dict(memory.outcomes), set(memory.failed), set(memory.ran_out))
     if args.dry_run:
         print_left(search.standing(), by_name)
         return 0
@@ -91,6 +95,13 @@ def launchable(args: argparse.Namespace, planned: Plan, tensor: int | None, pipe
     if not ranked:
         raise Problem("the launchers can start none of the layouts that fit", "See: python -m t5bench layouts")
     return ranked
+
+
+def option_of(name: str, candidate: Candidate) -> Option:
+    """On CPUs, where nothing else is known of a process' memory, what it needs is what torch allocates and Python."""
+    memory = candidate.memory
+    needed = memory.needed if candidate.machine.device.memory else memory.peak + PYTHON
+    return Option(name, candidate.job, candidate.machine, candidate.backend, needed)
 
 
 def that_may_be_fastest(ranked: Sequence[Candidate]) -> list[Candidate]:
@@ -147,7 +158,10 @@ def found(
     memory = runner.memory
 
     def measure(option: Option) -> SearchRun | None:
-        return runner.measure(option.name, by_name[option.name])
+        outcome = runner.measure(option.name, by_name[option.name])
+        if option.name in memory.ran_out:
+            search.ran_out.add(option.name)
+        return outcome
 
     while True:
         try:
@@ -184,8 +198,20 @@ def progress(standing: Standing, by_name: Mapping[str, Candidate], memory: Searc
         return f"{len(standing.left)} layouts may be the fastest, {standing.dropped} are surely slower"
     return (
         f"{standing.runs} runs, {memory.seconds / 60:.1f} min: {named} takes {standing.named.seconds:.4g} s; "
-        f"at most {standing.possible_regret:.1%} slower than the fastest; {len(standing.left)} layouts left"
+        f"{bound(standing)}; {len(standing.left)} layouts left"
     )
+
+
+def bound(standing: Standing) -> str:
+    """How much slower than the fastest layout the named one may be, as far as the runs can say."""
+    if not standing.has_repeats:
+        return "no bound yet, because no layout ran twice"
+    if standing.possible_regret <= MOST_SAID:
+        return f"at most {standing.possible_regret:.1%} slower than the fastest"
+    if standing.largest_difference > 1 + MOST_SAID / 2:
+        times = f"{standing.largest_difference:.1f} times"
+        return f"runs of one layout differ by {times} on this machine, so nothing can be said yet"
+    return "nothing can be said yet, because too little ran"
 
 
 def print_left(standing: Standing, by_name: Mapping[str, Candidate]) -> None:
@@ -209,7 +235,7 @@ def report(standing: Standing, by_name: Mapping[str, Candidate], memory: SearchS
         print(f"The fastest is {line(standing.named)}")
     if not standing.is_certain:
         print("The budget ended before this was certain.")
-    print(f"With 95 % certainty it is at most {standing.possible_regret:.1%} slower than the fastest layout.")
+    print(f"With 95 % certainty: {bound(standing)}.")
     print(f"{standing.runs} runs took {memory.seconds / 60:.1f} minutes; {runs_dir / PICTURE} shows their course.")
     print(
         f"On a small model its curves agree with DDP's. Start it with:\n  {by_name[standing.named.option.name].start}"

@@ -16,7 +16,7 @@ from t5bench.compare.statistics import timing
 from t5bench.given_files import read_json
 from t5bench.record.files import RecordError
 from t5bench.record.records import load
-from t5bench.record.status import COMPLETE
+from t5bench.record.status import COMPLETE, OUT_OF_MEMORY
 from t5bench.sweep.launch import Launch, PlannedRun
 from t5bench.sweep.sweep import run_all
 
@@ -47,6 +47,8 @@ class SearchState:
     """Of layouts that ran, by name, in the order of their runs."""
     failed: dict[str, str] = field(default_factory=dict)
     """Why a layout cannot run, or does not train as DDP does."""
+    ran_out: list[str] = field(default_factory=list)
+    """Layouts that ran out of memory, which are among those that failed."""
     parity: list[str] = field(default_factory=list)
     """Layouts that train as DDP does."""
     seconds: float = 0.0
@@ -107,6 +109,8 @@ class Runner:
         else:
             self.memory.outcomes.pop(name, None)
             self.memory.failed[name] = reason
+            if reason.startswith(f"{OUT_OF_MEMORY}:"):
+                self.memory.ran_out.append(name)
             note(f"{candidate.title} is left out: {reason}")
         self.memory.write(self.runs_dir)
         return outcome
