@@ -58,7 +58,7 @@ def test_strategy_table_is_what_the_launchers_declare():
         assert title == name
         assert what.lower() == parallelism.lower()
         lines = (REPO_ROOT / "scripts" / script).read_text().splitlines()
-        assert len([line for line in lines if line and not line.startswith("#")]) <= 11, "a launcher is a declaration"
+        assert len([line for line in lines if line and not line.startswith("#")]) <= 12, "a launcher is a declaration"
 
 
 def engines_of(strategy: Strategy) -> str:

@@ -1,0 +1,48 @@
+"""What the step of a model that a config.json describes sends is what the cost model says, and sums every gradient."""
+
+from dataclasses import replace
+from multiprocessing import get_context
+
+import pytest
+from described import CONFIGS, description_of
+
+from t5bench.costmodel.job import FullySharded, Job, Parallel
+from t5bench_prove import execution
+
+PARALLEL = {
+    "tensor of 4, sequence": Parallel(tensor=4, sequence_parallel=True),
+    "pipeline of 4": Parallel(pipeline=4, data=2, split_rank=2),
+    "interleaved": Parallel(pipeline=2, split_rank=2, virtual_stages=2, schedule="interleaved"),
+    "hybrid": Parallel(tensor=2, pipeline=2, data=2, split_rank=1),
+    "tensor of 4, fsdp2": Parallel(tensor=4, data=2),
+}
+CASES = [("llama", "tensor of 4, sequence"), ("qwen3", "tensor of 4, fsdp2"), ("t5 v1.1", "pipeline of 4")]
+
+
+def findings(kind: str, name: str) -> list[str]:
+    """Of the first rank of each stage."""
+    parallel = PARALLEL[name]
+    sharding = FullySharded() if "fsdp2" in name else None
+    job = Job(
+        description_of(CONFIGS[kind]), parallel, 2, 8 * parallel.data, fully_sharded=sharding, precision="fp32",
+        engine="native", dropout=0.0, attention="fused",
+    )  # fmt: skip
+    found = []
+    for rank in range(0, parallel.world, parallel.tensor * parallel.data):
+        with get_context("fork").Pool(1) as pool:
+            watch, differences = pool.apply(execution.watched, (replace(job), rank))
+        found += [*watch.findings, *differences]
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "name"), CASES)
+def test_a_step_sends_what_is_predicted_and_sums_every_gradient_once(kind: str, name: str):
+    assert findings(kind, name) == []
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_every_kind_sends_what_is_predicted_in_every_layout(kind: str):
+    found = {name: findings(kind, name) for name in PARALLEL}
+    assert not any(found.values()), found
