@@ -232,7 +232,13 @@ def _command(evidence: Evidence) -> Iterator[str]:
 
 def _vocabulary(evidence: Evidence) -> Iterator[str]:
     run = evidence.run
-    given = run.plan.named_arguments.get("make_vocab_size_divisible_by")
+    arguments = run.plan.named_arguments
+    if arguments.get("model_description"):  # which says how many rows there are, whatever divides them
+        rows = run.architecture.padded_vocabulary
+        if run.padded_vocab_size and run.padded_vocab_size != rows:
+            yield f"the padded vocabulary is {run.padded_vocab_size}, and the model's description has {rows}"
+        return
+    given = arguments.get("make_vocab_size_divisible_by")
     if not given:
         return
     multiple = int(given) * run.layout.tp
