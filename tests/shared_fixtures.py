@@ -35,7 +35,7 @@ IS_NIGHTLY = "1" in (os.environ.get("NIGHTLY"), os.environ.get("LONG_TESTS"))
 def pytest_report_header() -> str:
     if IS_NIGHTLY:
         return "nightly tests: included"
-    return "nightly tests: left out; NIGHTLY=1 includes them, and CONTRIBUTING.md says what they are"
+    return "nightly tests: left out; NIGHTLY=1 includes them, and with --collect-only lists them"
 
 
 def leave_out_nightly(items: list[pytest.Item], config: pytest.Config) -> None:
