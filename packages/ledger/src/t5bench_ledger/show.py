@@ -8,7 +8,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from importlib.util import find_spec
@@ -18,6 +18,7 @@ from t5bench_ledger.answer import NoAnswer, named, public
 from t5bench_ledger.modes import BESIDE
 
 FOLDER = Path(__file__).with_name("accusations")
+RAN = re.compile(r"^(?:transformers|deepspeed) (\S+) ", re.MULTILINE)
 FIELD = re.compile(r"^(Library|Strategies|Modes): ((?:.|\n  )+)$", re.MULTILINE)
 
 
@@ -34,6 +35,10 @@ class Accusation:
     def printed(self) -> str:
         """What it printed under releases with the fault and without it."""
         return self.path.with_suffix(".txt").read_text()
+
+    def shows(self, releases: Collection[str]) -> bool:
+        """Whether it ran under one of these."""
+        return any(release in releases for release in RAN.findall(self.printed))
 
 
 def accusations() -> Iterator[Accusation]:

@@ -340,7 +340,7 @@ def shown(fault: ReleaseFault) -> str:
     """The file that shows it without this project."""
     for mode in fault.modes:
         found = accusation_of(fault.software, mode, fault.strategy)
-        if found and fault.verdict == WRONG:
+        if found and fault.verdict == WRONG and found.shows(releases_in(fault.releases, fault.software)):
             return f"[{found.path.stem}](../src/t5bench_ledger/accusations/{found.path.name})"
     return "-"
 

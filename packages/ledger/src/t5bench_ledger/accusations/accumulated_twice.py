@@ -1,4 +1,4 @@
-"""A gradient that is accumulated over four micro-batches is divided by four twice.
+"""A gradient that is accumulated over four micro-batches is divided by four twice, or not at all.
 
 Library: transformers
 Strategies: trainer
@@ -6,8 +6,9 @@ Modes: equal targets, one process, unequal on one process, continued, last windo
   averaged tokens, unequal targets, equal targets bf16
 Promised: gradient_accumulation_steps "simulates larger batch sizes without additional memory": a batch in four parts
 trains what the batch trains at once.
-Not by design: trainer.py of 5.5.4 sets one accumulation step in accelerate "to avoid any double-division".
-Today: take 5.5.4 or a later release, or do not accumulate.
+Not by design: 4.47.1 and 4.48.1 divide again, and trainer.py of 5.5.4 sets one accumulation step in accelerate "to
+avoid any double-division".
+Today: take another release than 4.47.0, 4.48.0 and 5.2.0 to 5.5.3, or do not accumulate.
 """
 
 import copy
