@@ -426,6 +426,9 @@ def test_it_answers_where_nothing_is_installed(tmp_path):
     assert found.returncode == 1 and found.stdout.startswith("do not use 0.18.2: "), found.stderr
     measuring = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert measuring.returncode == 2 and "In a clone of the repository" in measuring.stderr
+    with subprocess.Popen([*words, "--answer", "0.18.2"], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as left:
+        left.stdout.close()  # as head does
+        assert left.stderr.read() == b""
     alone = subprocess.run([*words, "--mine"], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert alone.returncode == 2 and "no library of the ledger is installed" in alone.stderr
 

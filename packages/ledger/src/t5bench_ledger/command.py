@@ -4,6 +4,7 @@ Answering needs nothing but Python. Measuring needs a checkout with the native e
 """
 
 import argparse
+import signal
 import sys
 from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
@@ -104,6 +105,8 @@ def measured(args: argparse.Namespace) -> int:
 
 
 def main() -> int:
+    if hasattr(signal, "SIGPIPE"):  # a reader such as head may have read enough
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     parser = argparse.ArgumentParser(prog="ledger", description="Say which releases train what they are asked to.")
     add_arguments(parser)
     return run(parser.parse_args())
