@@ -84,7 +84,8 @@ def test_a_mistake_in_a_release_is_seen_in_a_shape(tmp_path: Path):
     assert text.count(right) == 1
     engine.write_text(text.replace(right, right.replace("()", "() / 1.01")))
     (tmp_path / "nothing").mkdir()
-    few = ("--strategies", "zero2,zero3", "--modes", "frozen,used twice,several backward passes", "--releases", "0.0.1")
+    # Not the shapes that clip: their gradients have the same size whatever the loss is multiplied by.
+    few = ("--strategies", "zero2,zero3", "--modes", "frozen,several backward passes", "--releases", "0.0.1")
     verdicts = {}
     for name, folder in (("honest", "nothing"), ("changed", "changed")):
         result = run_ledger(tmp_path / name, tmp_path / folder, *few, first_folder=tmp_path / folder)
