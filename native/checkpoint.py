@@ -11,7 +11,6 @@ Saving copies what the process writes, and a thread writes the copy while traini
 same, but has no place where the checkpoint can be sealed. Without memory for a copy, training waits.
 """
 
-import contextlib
 import os
 import re
 from argparse import Namespace
@@ -29,6 +28,7 @@ from native.data_parallel import TorchTrainer
 from native.form import Reader, SavePlanner, Writer, save, write_index_and_seal
 from native.parallel import Mesh
 from native.pieces import WEIGHTS, Piece
+from t5bench import memory_group
 from t5bench.checkpoint_form import (
     INDEX,
     SEAL,
@@ -190,21 +190,7 @@ def free_memory(root: Path = Path("/")) -> int:
     a small share of the host. 0 if the kernel does not say."""
     available = re.search(r"^MemAvailable: +(\d+) kB", (root / "proc/meminfo").read_text(), re.MULTILINE)
     left = [int(available[1]) * 1024 if available else 0]
-    groups = ""
-    with contextlib.suppress(OSError):  # a kernel without control groups
-        groups = (root / "proc/self/cgroup").read_text()
-    for line in groups.splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers not in ("", "memory"):
-            continue
-        top = root / "sys/fs/cgroup" / controllers
-        own = top / path.lstrip("/")
-        for group in [own, *own.parents]:
-            if not group.is_relative_to(top):
-                break
-            for limit, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
-                with contextlib.suppress(OSError, ValueError):  # "max" is no limit
-                    left.append(int((group / limit).read_text()) - int((group / used).read_text()))
+    left += memory_group.free_bytes(root)
     return max(0, min(left))
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from t5bench import digest
+from t5bench import digest, memory_group
 from t5bench.record.gpus import GpuInventory, smi_selection, visible_gpus
 from t5bench.record.tools import ask
 from t5bench.text import in_texts
@@ -195,21 +195,10 @@ def cpu() -> dict[str, Any]:
     }
 
 
-def oom_kills(of: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int:
+def oom_kills(system: Path = Path("/")) -> int:
     """Processes of this process's own control group that the kernel has killed because memory ran out.
 
     Where no control group counts them, those of the whole machine since it started (/proc/vmstat).
     """
-    try:
-        groups = of.read_text().splitlines()
-    except OSError:
-        groups = []
-    for line in groups:
-        _, controllers, path = line.split(":", 2)
-        if controllers in ("", "memory"):
-            group = root / controllers / path.lstrip("/")
-            for counter in ("memory.events", "memory.oom_control"):
-                killed = _found(r"^oom_kill (\d+)", group / counter)
-                if killed:
-                    return int(killed)
-    return int(_found(r"^oom_kill (\d+)", Path("/proc/vmstat")) or 0)
+    killed = memory_group.killed(system)
+    return int(_found(r"^oom_kill (\d+)", system / "proc/vmstat") or 0) if killed is None else killed

@@ -21,7 +21,8 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -121,6 +122,7 @@ class Process:
     """A rank of the engine."""
 
     mistake = ""
+    saves: Sequence[int] = (SAVED,)
 
     def __init__(self, words: Sequence[str], family: str) -> None:
         args = parse(list(words), family)
@@ -136,18 +138,24 @@ class Process:
 
     def train(self, done: int, saver: checkpoint.Saver | None = None) -> Curve:
         """The iterations after `done`; saves after SAVED. Every rank has the whole curve."""
-        training, _ = open_data(
-            self.args, self.mesh.dp.rank, self.file, self.vocabulary, done, done * self.args.global_batch_size
-        )
+        training, _ = open_data(self.args, self.mesh.dp.rank, self.file, self.vocabulary, done, self.consumed(done))
         curve = []
         for iteration in range(done + 1, LAST + 1):
-            loss, norm = self.trainer.step(next(training), learning_rate(self.args, iteration - 1))
+            loss, norm = self.trainer.step(next(training), self.rate(iteration, done))
             loss = loss / self.args.dp if self.mesh.is_last_stage and self.mesh.tp.rank == 0 else torch.zeros_like(loss)
             dist.all_reduce(loss)
             curve.append((loss.item(), norm.item()))
-            if saver and iteration == SAVED:
+            if saver and iteration in self.saves:
                 saver.save(iteration)
         return curve
+
+    def consumed(self, done: int) -> int:
+        """Samples after `done` iterations."""
+        return done * self.args.global_batch_size
+
+    def rate(self, iteration: int, done: int) -> float:
+        """Of an iteration of a run that continues after `done`."""
+        return learning_rate(self.args, iteration - 1)
 
     def uninterrupted(self, directory: Path) -> Curve:
         self.args.save = str(directory)
@@ -188,8 +196,8 @@ def rank_of(words: Sequence[str], family: str, own: Path, others: Sequence[Path]
     return {other.name: process.continued(other) for other in others}
 
 
-def forked(setup: Setup, words: Sequence[str], family: str, own: Path, others: Sequence[Path]) -> dict[str, Curve]:
-    """Runs the setup's ranks; what the first one finds. Raises RuntimeError with what a failed one said."""
+def forked(setup: Setup, own: Path, work: Callable[[], dict[str, Curve]]) -> dict[str, Curve]:
+    """Does this in the setup's ranks; what the first one finds. Raises RuntimeError with what a failed one said."""
     port = str(free_port())
     ranks = {}
     answer = own.parent / "answer"
@@ -204,7 +212,7 @@ def forked(setup: Setup, words: Sequence[str], family: str, own: Path, others: S
             os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
             os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
             with contextlib.redirect_stdout(sys.stderr):
-                found = rank_of(words, family, own, others)
+                found = work()
             if rank == 0:
                 answer.write_text(json.dumps(found))
             dist.barrier()
@@ -240,12 +248,13 @@ def differences(
     folders = {name: directory / str(number) for number, name in enumerate(SETUPS)}
     expected = {}
     for name in pairs:
-        found = forked(SETUPS[name], words[name], family, folders[name], [])
+        found = forked(SETUPS[name], folders[name], partial(rank_of, words[name], family, folders[name], []))
         expected[name] = found[folders[name].name]
         print(f"{name}: {expected[name]}", file=sys.stderr)
     result: dict[str, dict[str, tuple[float, float]]] = {}
     for name, others in pairs.items():
-        found = forked(SETUPS[name], words[name], family, folders[name], [folders[other] for other in others])
+        there = [folders[other] for other in others]
+        found = forked(SETUPS[name], folders[name], partial(rank_of, words[name], family, folders[name], there))
         result[name] = {other: difference(found[folders[other].name], expected[name]) for other in others}
         print(f"{name}: {result[name]}", file=sys.stderr)
     return result

@@ -403,6 +403,8 @@ def test_a_copy_must_fit_into_the_jobs_share_of_the_host(tmp_path: Path, files: 
     every = {
         "proc/meminfo": "MemTotal: 9999999 kB\nMemAvailable: 8388608 kB\n",
         "proc/self/cgroup": "0::/job\n",
+        "proc/self/mountinfo": "30 1 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n",
+        "sys/fs/cgroup/job/cgroup.procs": "",
     } | files
     for name, text in every.items():
         path = tmp_path / name

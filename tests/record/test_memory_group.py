@@ -1,0 +1,67 @@
+"""Whose memory was full, and how much is left: of the group that this process is in."""
+
+from pathlib import Path
+
+import pytest
+
+from t5bench import memory_group
+from t5bench.record.machine import oom_kills
+
+V2 = "30 1 0:26 {root} /sys/fs/cgroup rw - cgroup2 cgroup2 rw"
+V1 = "31 1 0:27 {root} /sys/fs/cgroup/{name} rw - cgroup cgroup rw,{name}"
+CPU = "32 1 0:28 / /sys/fs/cgroup/cpu rw - cgroup cgroup rw,cpu"
+COUNTED = "oom_kill_disable 0\nunder_oom 0\noom_kill 3\n"
+# What /proc/self/cgroup and mountinfo say, and the group's directory, if there is one.
+PLACES = {
+    "version 2, a SLURM job": ("0::/slurm/job_7/step_0", V2.format(root="/"), "slurm/job_7/step_0"),
+    "version 2, a container": ("0::/", V2.format(root="/"), ""),
+    "version 2, a container that sees its host's name": ("0::/docker/a1", V2.format(root="/docker/a1"), ""),
+    "version 2, outside of its own namespace": ("0::/../../other", V2.format(root="/"), ""),
+    "version 1": ("9:memory:/slurm/job_7\n4:cpu:/x", V1.format(root="/", name="memory"), "memory/slurm/job_7"),
+    "version 1, a container": ("9:memory:/docker/a1", V1.format(root="/docker/a1", name="memory"), "memory"),
+    "version 1, one mount of two controllers": (
+        "9:cpuset,memory:/job", V1.format(root="/", name="cpuset,memory"), "cpuset,memory/job"
+    ),
+    "both": ("9:memory:/job\n0::/user", V1.format(root="/", name="memory"), "memory/job"),
+}  # fmt: skip
+
+
+def system(tmp_path: Path, groups: str, mounts: str) -> Path:
+    files = {"proc/self/cgroup": groups + "\n", "proc/self/mountinfo": f"{CPU}\n{mounts}".strip() + "\n"}
+    for name, text in {**files, "proc/vmstat": "oom_kill 70\n"}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_the_group_of_this_process(tmp_path: Path, name: str):
+    groups, mounts, place = PLACES[name]
+    root = system(tmp_path, groups, mounts)
+    own = root / "sys/fs/cgroup" / place
+    own.mkdir(parents=True)
+    is_second = "cgroup2" in mounts
+    (own / ("memory.events" if is_second else "memory.oom_control")).write_text(COUNTED)
+    (own / ("memory.max" if is_second else "memory.limit_in_bytes")).write_text("900\n")
+    (own / ("memory.current" if is_second else "memory.usage_in_bytes")).write_text("200\n")
+    stranger = root / "sys/fs/cgroup/stranger"
+    stranger.mkdir(parents=True)
+    (stranger / "memory.events").write_text("oom_kill 50\n")
+    assert memory_group.killed(root) == oom_kills(root) == 3
+    assert memory_group.free_bytes(root) == [700]
+
+
+def test_a_group_around_this_one_limits_it_too(tmp_path: Path):
+    root = system(tmp_path, "0::/job/step", V2.format(root="/"))
+    for place, limit in (("job/step", "max"), ("job", "500")):
+        own = root / "sys/fs/cgroup" / place
+        own.mkdir(parents=True, exist_ok=True)
+        (own / "memory.max").write_text(limit)
+        (own / "memory.current").write_text("100")
+    assert memory_group.free_bytes(root) == [400]
+
+
+def test_without_a_group_the_machine_counts(tmp_path: Path):
+    assert oom_kills(system(tmp_path, "0::/", "")) == 70
+    (tmp_path / "proc/self/cgroup").unlink()
+    assert oom_kills(tmp_path) == 70
