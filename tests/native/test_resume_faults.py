@@ -1,4 +1,4 @@
-"""What others met in public when they resumed, made on purpose: each is found around the resume, and nothing healthy."""
+"""What others met in public when they resumed, made on purpose: each shows around the resume; nothing healthy does."""
 
 import os
 import subprocess
