@@ -174,6 +174,7 @@ def name_keys_not_read(model: str | None) -> None:
     """Notes what a model's file says to nobody, such as a name that is misspelt. Raises Problem."""
     if not model or not model.endswith(".json"):
         return
+    architecture_named(model)  # refuses a file that is no model's
     unread = keys_not_read(read_object(Path(model)))
     if unread:
         note(f"{model}: transformers {RELEASE} reads no such key, so it changes nothing: {' '.join(unread)}")

@@ -362,6 +362,11 @@ def one_to_run(candidates: Sequence[Candidate]) -> Candidate:
     equal = startable_ties(candidates)
     if not equal:
         return best_to_run(candidates)
+    return first_of_ties(equal)
+
+
+def first_of_ties(equal: Sequence[Candidate]) -> Candidate:
+    """The one that TIES names, of layouts that cannot be told apart."""
     return min(equal, key=lambda each: (round(each.memory_bytes / GIB), each.count_of_settings, each.seconds))
 
 

@@ -7,7 +7,10 @@ from pathlib import Path
 import pytest
 
 from t5bench import __main__ as program
-from t5bench.choose.space import as_fast, one_to_run
+from t5bench.choose.search import command as search_command
+from t5bench.choose.search.next_run import Option, Search, SearchRun
+from t5bench.choose.search.runs import SearchState
+from t5bench.choose.space import TIES, Space, as_fast, first_of_ties, one_to_run
 from t5bench.costmodel.job import Job
 from t5bench.costmodel.machine import GIB
 from t5bench.costmodel.parameters import parameters
@@ -178,3 +181,20 @@ def test_hours_and_money_to_a_number_of_tokens(capsys: pytest.CaptureFixture[str
     assert row["whole_training"]["hours to 1.02e+04 tokens"] == pytest.approx(row["seconds"]["total"] / 3600)
     assert program.main(["predict", "--device", "h100", "--price", "2"]) == 2
     assert "without --tokens" in capsys.readouterr().err
+
+
+def test_a_search_follows_the_same_rule_for_ties(capsys: pytest.CaptureFixture[str], monkeypatch, tmp_path: Path):
+    seen = []
+    ranked = Space.ranked
+    monkeypatch.setattr(Space, "ranked", lambda space: seen.append(ranked(space)) or seen[-1])
+    answer(capsys, "layouts", "--gpus", 2, "--device", "h100")
+    by_name = {str(place): candidate for place, candidate in enumerate(seen[0][:6])}
+    options = [Option(name, each.job, each.machine, each.backend) for name, each in by_name.items()]
+    search = Search(options, measured={name: SearchRun(1.0 + 0.001 * int(name)) for name in by_name})
+    standing = search.standing()
+    assert standing.named.option.name == "0" and len(standing.equals) == 5
+    name = search_command.name_to_run(standing, by_name)
+    assert by_name[name] is first_of_ties(list(by_name.values())) and name != "0"
+    search_command.report(standing, by_name, SearchState({}), tmp_path)
+    shown = capsys.readouterr().out
+    assert f"take the one with {TIES}: {by_name[name].title}" in shown and by_name[name].start in shown

@@ -15,7 +15,7 @@ from t5bench.choose.search import parity
 from t5bench.choose.search.next_run import Expected, Option, Search, SearchRun, Standing, steps
 from t5bench.choose.search.picture import draw
 from t5bench.choose.search.runs import Moment, Runner, SearchState, name_of, remembered
-from t5bench.choose.space import MOST_AS_FAST, Candidate, Space
+from t5bench.choose.space import MOST_AS_FAST, TIES, Candidate, Space, first_of_ties
 from t5bench.costmodel.prediction import with_link
 from t5bench.plan import run_lock
 from t5bench.plan.launchers import ENGINES, LAYOUT_SETTINGS, accepted
@@ -174,7 +174,7 @@ def found(
         except ValueError as error:
             reasons = dict.fromkeys(memory.failed.values())
             raise Problem(str(error), "\n".join(reasons)) from error
-        name = standing.named.option.name
+        name = name_to_run(standing, by_name)
         if not standing.named.is_measured or name in memory.parity:
             break
         note(f"checking whether {by_name[name].title} trains as DDP does")
@@ -189,6 +189,15 @@ def found(
     titles = {name: candidate.title for name, candidate in by_name.items()}
     draw(memory.moments, titles, runner.runs_dir / PICTURE)
     return standing
+
+
+def name_to_run(standing: Standing, by_name: Mapping[str, Candidate]) -> str:
+    """Of the named layout and those that cannot be called slower, the one that the rule for ties names."""
+    if not standing.equals:
+        return standing.named.option.name
+    equal = {each.option.name: by_name[each.option.name] for each in (standing.named, *standing.equals)}
+    chosen = first_of_ties(list(equal.values()))
+    return next(name for name, candidate in equal.items() if candidate is chosen)
 
 
 def progress(standing: Standing, by_name: Mapping[str, Candidate], memory: SearchState) -> str:
@@ -221,6 +230,8 @@ def print_left(standing: Standing, by_name: Mapping[str, Candidate]) -> None:
 
 
 def report(standing: Standing, by_name: Mapping[str, Candidate], memory: SearchState, runs_dir: Path) -> None:
+    name = name_to_run(standing, by_name)
+
     def line(each: Expected) -> str:
         return f"{by_name[each.option.name].title}: {each.seconds:.4g} s an iteration"
 
@@ -228,15 +239,14 @@ def report(standing: Standing, by_name: Mapping[str, Candidate], memory: SearchS
         print("The budget allowed no run.")
         return
     if standing.equals:
-        print("Too close to call, so take the one that suits you:")
+        print("Too close to call:")
         for each in (standing.named, *standing.equals):
             print(f"  {line(each)}")
+        print(f"Of these, take the one with {TIES}: {by_name[name].title}")
     else:
         print(f"The fastest is {line(standing.named)}")
     if not standing.is_certain:
         print("The budget ended before this was certain.")
     print(f"With 95 % certainty: {bound(standing)}.")
     print(f"{standing.runs} runs took {memory.seconds / 60:.1f} minutes; {runs_dir / PICTURE} shows their course.")
-    print(
-        f"On a small model its curves agree with DDP's. Start it with:\n  {by_name[standing.named.option.name].start}"
-    )
+    print(f"On a small model its curves agree with DDP's. Start it with:\n  {by_name[name].start}")
