@@ -28,7 +28,7 @@ from native.data_parallel import TorchTrainer
 from native.form import Reader, SavePlanner, Writer, save, write_index_and_seal
 from native.parallel import Mesh
 from native.pieces import WEIGHTS, Piece
-from t5bench import memory_group
+from t5bench import control_groups
 from t5bench.checkpoint_form import (
     INDEX,
     SEAL,
@@ -190,7 +190,7 @@ def free_memory(root: Path = Path("/")) -> int:
     a small share of the host. 0 if the kernel does not say."""
     available = re.search(r"^MemAvailable: +(\d+) kB", (root / "proc/meminfo").read_text(), re.MULTILINE)
     left = [int(available[1]) * 1024 if available else 0]
-    left += memory_group.free_bytes(root)
+    left += control_groups.free_bytes(root)
     return max(0, min(left))
 
 

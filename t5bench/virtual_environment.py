@@ -36,8 +36,8 @@ COMPLETE = VENV / "complete"
 LOG = VENV / "install.log"
 # What the smallest installation takes: PyTorch for CPUs and requirements.txt, measured with Python 3.11.
 LEAST_BYTES = 2 << 30
-# Settings of pip with which it would install elsewhere than into the environment.
-ELSEWHERE = ("PIP_TARGET", "PIP_PREFIX", "PIP_ROOT")
+# Settings with which pip would install elsewhere than into the environment, or say nothing or in colours.
+UNWANTED = ("PIP_TARGET", "PIP_PREFIX", "PIP_ROOT", "PIP_DRY_RUN", "PIP_QUIET", "FORCE_COLOR", "CLICOLOR_FORCE")
 NO_NETWORK = (
     "NewConnectionError|name resolution|Name or service not known|Connection refused|ConnectTimeout|unreachable"
     "|ProxyError|from versions: none|failed to lookup address|error sending request|dns error"
@@ -223,7 +223,7 @@ def installed_from_pytorchs_index(has_gpu: bool) -> bool:
 
 def environment() -> "dict[str, str]":
     """For pip and uv: they install into the environment, build on its disk and keep a cache where they can."""
-    chosen = {name: value for name, value in os.environ.items() if name not in ELSEWHERE}
+    chosen = {name: value for name, value in os.environ.items() if name not in UNWANTED}
     scratch = VENV / "tmp"
     scratch.mkdir(exist_ok=True)
     chosen |= {"PIP_USER": "0", "TMPDIR": str(scratch), "DS_BUILD_OPS": "0", "DS_ACCELERATOR": "cpu"}
@@ -235,7 +235,8 @@ def environment() -> "dict[str, str]":
         has_cache = os.access(cache, os.W_OK)
     if not has_cache:
         chosen |= {"PIP_NO_CACHE_DIR": "1", "UV_NO_CACHE": "1"}
-    return chosen
+    # Their messages are read: in English, and without colours.
+    return chosen | {"LC_ALL": "C.UTF-8", "LANGUAGE": "", "NO_COLOR": "1"}
 
 
 def no_index() -> Problem:

@@ -76,6 +76,16 @@ def test_an_interrupted_environment_is_made_again(project: Project):
     assert "creating a virtual environment" in result.stderr and "No module named pip" not in result.stderr
 
 
+def test_pip_speaks_english_without_colours_and_says_what_it_downloads(project: Project):
+    said = project.root / "environment"
+    stub_venv(project, f"env >{shlex.quote(str(said))}")
+    theirs = {"PIP_QUIET": "1", "FORCE_COLOR": "1", "PIP_DRY_RUN": "1", "LC_ALL": "de_DE.UTF-8", "LANGUAGE": "de"}
+    assert ensure(project, BASE, **theirs).returncode == 0
+    lines = said.read_text().splitlines()
+    assert {"LC_ALL=C.UTF-8", "LANGUAGE=", "NO_COLOR=1"} <= set(lines)
+    assert not [line for line in lines if line.startswith(("PIP_QUIET", "PIP_DRY_RUN", "FORCE_COLOR"))]
+
+
 def test_a_complete_environment_is_not_changed(project: Project):
     calls = project.root / "calls"
     stub_venv(project, f'echo "${{@: -1}}" >>{shlex.quote(str(calls))}')

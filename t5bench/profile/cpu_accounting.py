@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 
+from t5bench.control_groups import throttled_ms
 from t5bench.profile.parts import DATA, LOGGING, SAVING
 
 # The parts that may be slow by themselves, and how the iterations before the profiled one are averaged: some have no
@@ -73,26 +74,8 @@ def processor() -> Counter[str]:
         if core in os.sched_getaffinity(0):
             busy = of_core.user + of_core.nice + of_core.system + of_core.irq + of_core.softirq
             spent["machine_ms"] += 1000 * busy
-    spent["throttled_ms"] = _throttled_ms()
+    spent["throttled_ms"] = throttled_ms()
     return spent
-
-
-def _throttled_ms() -> float:
-    """For how long quotas of control groups held this process back."""
-    throttled = 0.0
-    with suppress(OSError, ValueError):
-        for line in Path("/proc/self/cgroup").read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            root = Path("/sys/fs/cgroup", "cpu" if "cpu" in controllers.split(",") else "")
-            group = root / path.lstrip("/")
-            # A quota of a group above holds back too; in a container the path may begin above its root.
-            for statistics_file in {folder / "cpu.stat" for folder in (group, *group.parents)}:
-                if statistics_file.is_file():
-                    words = dict(entry.split() for entry in statistics_file.read_text().splitlines())
-                    # cgroup 1 counts nanoseconds, cgroup 2 microseconds.
-                    throttled += int(words.get("throttled_time", 0)) / 1e6
-                    throttled += int(words.get("throttled_usec", 0)) / 1e3
-    return throttled
 
 
 @dataclass(frozen=True)

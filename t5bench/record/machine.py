@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from t5bench import digest, memory_group
+from t5bench import control_groups, digest
 from t5bench.record.gpus import GpuInventory, smi_selection, visible_gpus
 from t5bench.record.tools import ask
 from t5bench.text import in_texts
@@ -200,5 +200,5 @@ def oom_kills(system: Path = Path("/")) -> int:
 
     Where no control group counts them, those of the whole machine since it started (/proc/vmstat).
     """
-    killed = memory_group.killed(system)
+    killed = control_groups.killed(system)
     return int(_found(r"^oom_kill (\d+)", system / "proc/vmstat") or 0) if killed is None else killed

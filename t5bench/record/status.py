@@ -297,12 +297,18 @@ def _raised_in(error: BaseException) -> str:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """The exception, and those that led to it."""
+    """The exception, those of a group, and those that led to it."""
     seen: set[int] = set()
     following: BaseException | None = error
     while following is not None and id(following) not in seen:
         seen.add(id(following))
         yield following
+        # Python 3.11's groups, and the package that gives them to 3.10.
+        members = getattr(following, "exceptions", ())
+        for member in members if isinstance(members, tuple) else ():
+            if isinstance(member, BaseException) and id(member) not in seen:
+                seen.add(id(member))
+                yield from _chain(member)
         is_hidden = following.__suppress_context__ and not isinstance(following, SystemExit)
         following = following.__cause__ or (None if is_hidden else following.__context__)
 

@@ -8,7 +8,6 @@ import contextlib
 import signal
 import sys
 import time
-from pathlib import Path
 
 import psutil
 
@@ -17,22 +16,6 @@ from t5bench.text import guard_streams
 TICK_SECONDS = 0.2
 # The next run needs a killed process's memory, also on the GPU, and its ports.
 KILL_SECONDS = 5.0
-
-
-def refused_starts(of: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int:
-    """How often the kernel has refused to start a process or thread because a control group of this process had as many
-    as it may (pids.max). The libraries that ask for one often abort without a word."""
-    refused = 0
-    with contextlib.suppress(OSError, ValueError):
-        for line in of.read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            if controllers in ("", "pids"):
-                group = root / controllers / path.lstrip("/")
-                for folder in {group, *group.parents}:
-                    counter = folder / "pids.events"
-                    if counter.is_file():
-                        refused += int(dict(entry.split() for entry in counter.read_text().splitlines()).get("max", 0))
-    return refused
 
 
 def marked(mark: str) -> list[psutil.Process]:

@@ -22,7 +22,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from t5bench import REPOSITORY, note
+from t5bench import REPOSITORY, control_groups, note
 from t5bench.plan import run_lock, shared_facts
 from t5bench.plan.channel import Endpoint
 from t5bench.plan.ports import peer_port
@@ -261,7 +261,7 @@ def record(directory: Path, node: int, training: Training) -> int:
     plan = Plan.read(content)
     hidden = machine.secrets(os.environ)
     killed_before = machine.oom_kills()
-    refused_before = processes.refused_starts()
+    refused_before = control_groups.refused_starts()
     run_lock.keep(directory, f"node{node}")
     part = Part(plan, machine.hide(content, hidden), hidden)
     peers = Peers(Endpoint.of(plan, peer_port(plan.number("MASTER_PORT"))), training.interrupted, warn)
@@ -277,7 +277,7 @@ def record(directory: Path, node: int, training: Training) -> int:
     exit_status = training.exit_status
     interrupted_by = training.interrupted_by
     kills = machine.oom_kills() - killed_before
-    refused_starts = processes.refused_starts() - refused_before
+    refused_starts = control_groups.refused_starts() - refused_before
     cause = guards.cause_of(plan, output, guard, exit_status, interrupted_by, kills, refused_starts)
     stopped = stacks.sentence() if stacks.stopped() else ""
     exceptions = [

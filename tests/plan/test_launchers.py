@@ -268,7 +268,9 @@ def test_every_setting_reaches_the_engine_and_what_stands_after_the_dashes_comes
             assert given[argument] == value, name
     assert "--fp16" in words
     assert words[-len(extra) :] == extra
-    assert plan.command[3:] == words and plan.command[:3] == [sys.executable, "-m", "torch.distributed.run"]
+    assert plan.command[3:] == words and plan.command[1:3] == ["-m", "torch.distributed.run"]
+    # A link leads to an environment whose path has a blank.
+    assert Path(plan.command[0]).parent.resolve() == Path(sys.executable).parent.resolve()
     wanted = {"--wandb-project": "my project", "--wandb-exp-name": "it's $HOME; `id`", "--tokenizer-model": "a/model"}
     wanted |= {"--save-interval": "25", "--save": str(project.root / "here" / "checkpoints"), "--master_port": "29900"}
     assert "timeout=30" in words
@@ -546,7 +548,7 @@ def test_planning_imports_no_package(project: Project):
 @pytest.mark.parametrize(("sink", "said"), [("| true", ""), (">/dev/full", "No space left on device")])
 def test_nobody_reads_what_a_command_prints(sink: str, said: str):
     for printing in ("plan --device a100 --gpus 64", "strategies"):
-        command = ["bash", "-c", f"{sys.executable} -m t5bench {printing} {sink}"]
+        command = ["bash", "-c", f"{shlex.quote(sys.executable)} -m t5bench {printing} {sink}"]
         result = subprocess.run(command, cwd=REPO_ROOT, capture_output=True, text=True, check=False)
         assert said in result.stderr and "Traceback" not in result.stderr
         assert result.returncode == (2 if said else 0)

@@ -1,6 +1,7 @@
 """Which GPUs there are: nvidia-smi, NVML and the driver's files as stubs, each healthy, broken and missing."""
 
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -175,7 +176,7 @@ def test_nvml_names_slices_and_says_why_it_fails(stubs: Machine):
 def test_a_machine_without_the_package_has_the_drivers_files(stubs: Machine, monkeypatch: pytest.MonkeyPatch):
     """A base Python with nothing installed stands for an environment that was made before the package was needed."""
     bare = stubs.root / "bin" / "python"
-    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
+    bare.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -S "$@"\n')
     bare.chmod(0o755)
     monkeypatch.setattr(gpus.sys, "executable", str(bare))
     stubs.driver(H100)

@@ -1,5 +1,6 @@
 """Why a run ended: messages of torchrun, torch, NCCL and SLURM as they were printed, and which of several counts."""
 
+import builtins
 import errno
 import os
 import re
@@ -140,6 +141,36 @@ def test_the_exception_that_led_to_the_last_one_counts(how: str):
         namespace["fail"]()
     cause = cause_of_exception(raised.value, 0)
     assert (cause.status, cause.reason, cause.remedy) == ("configuration", "no data", "Prepare some")
+
+
+class Group(Exception):
+    """As Python 3.11's ExceptionGroup, and the package of that name for 3.10."""
+
+    def __init__(self, *exceptions: object) -> None:
+        super().__init__(f"unhandled errors in a TaskGroup ({len(exceptions)} sub-exceptions)")
+        self.exceptions = exceptions
+
+
+def test_an_exception_in_a_group_counts():
+    for members in ((MemoryError(),), (ValueError("x"), Group(KeyError("y"), MemoryError()))):
+        assert cause_of_exception(Group(*members), 0).status == "out-of-memory"
+    builtin = getattr(builtins, "ExceptionGroup", None)  # from Python 3.11 on
+    if builtin:
+        assert cause_of_exception(builtin("two", [ValueError("x"), MemoryError()]), 0).status == "out-of-memory"
+    unknown = cause_of_exception(Group("no exception", ValueError("x")), 0)
+    assert unknown.reason.endswith("Group: unhandled errors in a TaskGroup (2 sub-exceptions)")
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ['  File "a.py", line 1, in f', "    g()", "OSError: [Errno 5] x"],  # 3.10
+        ['  File "a.py", line 1, in f', "    g(a.b)", "    ~^^^^^", "OSError: [Errno 5] x", "a note"],  # 3.11 to 3.13
+    ],
+)
+def test_the_last_line_of_a_traceback_of_every_python(lines: list[str]):
+    cause = found("Traceback (most recent call last):", *lines).cause()
+    assert cause is not None and cause.reason == "OSError: [Errno 5] x"
 
 
 ROOT_CAUSE = "Root Cause (first observed failure):"

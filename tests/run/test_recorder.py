@@ -17,6 +17,7 @@ from support import MEMORY, Project, record, wait_for
 from support import engine_output as output
 
 from t5bench import Problem
+from t5bench.control_groups import refused_starts
 from t5bench.record import machine as environment
 from t5bench.record.files import RecordError
 from t5bench.record.plan import FORMAT
@@ -26,7 +27,6 @@ from t5bench.record.status import Cause, Status, Strength, cause_of_exception
 from t5bench.run import sampler
 from t5bench.run.guard import cause_of, exit_code
 from t5bench.run.output import OPEN_SECONDS, Output, pass_on
-from t5bench.run.processes import refused_starts
 
 
 def part_of(directory: Path, node: int = 0) -> dict:
@@ -120,12 +120,18 @@ def test_how_it_ended(
 
 def test_the_kernel_refused_to_start_a_process(tmp_path: Path):
     """A library that needs a thread may abort without a word; the kernel counts. What a worker knows is better."""
-    groups = tmp_path / "cgroup"
-    groups.write_text("5:pids:/job/step\n3:cpu,cpuacct:/job\n0::/other\n")
-    for folder, count in (("pids/job/step", 2), ("pids/job", 1), ("other", 4), ("cpu/job", 8)):
-        (tmp_path / folder).mkdir(parents=True, exist_ok=True)
-        (tmp_path / folder / "pids.events").write_text(f"max {count}\n")
-    assert refused_starts(groups, tmp_path) == 7
+    (tmp_path / "proc" / "self").mkdir(parents=True)
+    mounts = "31 1 0:27 / /sys/fs/cgroup/{0} rw - cgroup cgroup rw,{0}\n"
+    mounts = (
+        mounts.format("pids") + mounts.format("cpu") + "33 1 0:29 / /sys/fs/cgroup/unified rw - cgroup2 cgroup2 rw\n"
+    )
+    (tmp_path / "proc" / "self" / "mountinfo").write_text(mounts)
+    (tmp_path / "proc" / "self" / "cgroup").write_text("5:pids:/job/step\n3:cpu,cpuacct:/job\n0::/other\n")
+    for folder, count in (("pids/job/step", 2), ("pids/job", 1), ("unified/other", 4), ("cpu/job", 8)):
+        group = tmp_path / "sys" / "fs" / "cgroup" / folder
+        group.mkdir(parents=True, exist_ok=True)
+        (group / "pids.events").write_text(f"max {count}\n")
+    assert refused_starts(tmp_path) == 7
     for raised, reason in (((), "the limit on processes or threads"), ([(0, MemoryError())], "the host's memory")):
         cause = cause_of(made_plan(), said(tmp_path), no_guard(*raised), 1, None, 0, 1)
         assert cause and reason in cause.reason

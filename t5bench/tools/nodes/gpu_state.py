@@ -57,8 +57,9 @@ def _state_faults(gpu: ElementTree.Element) -> Iterator[Fault]:
                 yield THROTTLING[name], COOL
     errors = 0.0
     for count in gpu.iterfind("ecc_errors/volatile//*"):
-        if "uncorrectable" in count.tag or "double_bit" in count.tag:
+        if "uncorrectable" in count.tag:
             errors += _number(count.text) or 0
+    errors += _number(_first(gpu, "ecc_errors/volatile/double_bit/total")) or 0  # as drivers before 450 name them
     if errors:
         yield f"{errors:.0f} ECC errors that could not be corrected", RESET
     if _first(gpu, "remapped_rows/remapped_row_failure") == "Yes":

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from t5bench.control_groups import free_bytes, groups, number, processor_quota
 from t5bench.tools.nodes.findings import Fault, Finding, Findings, judged
 
 MIB = 2**20
@@ -100,24 +101,16 @@ def limits(host: HostFiles, _: int) -> Findings:
 
 def _group_faults(host: HostFiles) -> Iterator[Fault]:
     """Limits of the control group, which a container or SLURM sets."""
-    for group in _control_groups(host):
-        most = host.number(f"{group}/pids.max")
-        now = host.number(f"{group}/pids.current") or 0
+    for group in groups("pids", host.root):
+        most = number(group / "pids.max")
+        now = number(group / "pids.current") or 0
         if most is not None and most - now < LEAST_FREE_PROCESSES:
             found = f"the control group allows {most} processes and threads and has {now} (pids.max)"
             yield found, "Raise pids.max (docker: --pids-limit, systemd: TasksMax)"
-        most = host.number(f"{group}/memory.max")
-        now = host.number(f"{group}/memory.current") or 0
-        if most is not None and most - now < LEAST_GROUP_MEMORY:
-            found = f"the control group has {max(0, most - now) / GIB:.1f} GiB of memory left (memory.max)"
+    for left in free_bytes(host.root):
+        if left < LEAST_GROUP_MEMORY:
+            found = f"the control group has {max(0, left) / GIB:.1f} GiB of memory left"
             yield found, "Ask for more memory (SLURM: --mem=0, docker: --memory)"
-
-
-def _control_groups(host: HostFiles) -> list[str]:
-    """This process's group, and the one that a container sees as its root."""
-    match = re.search(r"^0::(/.*)$", host.text("proc/self/cgroup"), re.MULTILINE)
-    own = f"sys/fs/cgroup{match[1]}".rstrip("/") if match else "sys/fs/cgroup"
-    return list(dict.fromkeys([own, "sys/fs/cgroup"]))
 
 
 def shared_memory(host: HostFiles, _: int) -> Findings:
@@ -156,10 +149,8 @@ def processors(host: HostFiles, gpus: int) -> Findings:
     """How many this process may use, and whether they may run at full speed."""
     usable = float(host.affinity())
     faults: list[Fault] = []
-    for group in _control_groups(host):
-        words = host.text(f"{group}/cpu.max").split()
-        if len(words) == 2 and words[0].isdigit() and int(words[1]):
-            usable = min(usable, int(words[0]) / int(words[1]))
+    for group in groups("cpu", host.root):
+        usable = min(usable, processor_quota(group) or usable)
     if usable < max(1, gpus):
         found = (
             f"a job may use {usable:g} processors for {gpus} GPUs" if gpus else f"a job may use {usable:g} processors"

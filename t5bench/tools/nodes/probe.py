@@ -177,7 +177,7 @@ def disk(asked: Question) -> Findings:
 def memory(asked: Question) -> Findings:
     sizes = dict(re.findall(r"^(\w+): +(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE))
     total = int(sizes["MemTotal"]) * 1024
-    available = int(sizes["MemAvailable"]) * 1024
+    available = int(sizes.get("MemAvailable", sizes["MemFree"])) * 1024  # kernels before 3.14, and WSL 1, lack it
     problem = f"only {available / GIB:.1f} GiB of memory are available" if available < LEAST_MEMORY else ""
     text = f"{available / GIB:.0f} of {total / GIB:.0f} GiB"
     return {"memory": Finding(text, problem, f"Stop what fills the memory of {asked.host}")}

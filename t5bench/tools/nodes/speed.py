@@ -15,7 +15,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -128,17 +128,30 @@ def clocks_under_load(loads: list[Load]) -> str:
     import torch
 
     from t5bench.record.gpus import smi_selection
-    from t5bench.record.tools import ask
 
     for load in loads:
         torch.cuda.set_device(load.device)
         for _ in range(load.repetitions):
             load.run()
-    query = "--query-gpu=clocks.sm,clocks.max.sm,clocks_throttle_reasons.active"
-    answer = ask("nvidia-smi", *smi_selection(os.environ), query, "--format=csv,noheader,nounits", seconds=3)
+    answer = clocks_of(smi_selection(os.environ))
     for load in loads:
         torch.cuda.synchronize(load.device)
-    return "" if answer.fault else answer.output
+    return answer
+
+
+def clocks_of(selection: Sequence[str]) -> str:
+    """nvidia-smi's table; empty if it answers none. Drivers from 535 on have another name for the reasons, beside the
+    old one at first."""
+    from t5bench.record.tools import ask
+
+    for reasons in ("clocks_event_reasons.active", "clocks_throttle_reasons.active"):
+        query = f"--query-gpu=clocks.sm,clocks.max.sm,{reasons}"
+        answer = ask("nvidia-smi", *selection, query, "--format=csv,noheader,nounits", seconds=3)
+        if not answer.fault:
+            return answer.output
+        if answer.is_late:
+            break
+    return ""
 
 
 def all_reduce_of_gpus(count: int) -> float:

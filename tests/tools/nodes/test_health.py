@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import subprocess
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from support import REPO_ROOT
 
 from t5bench.costmodel.machine import DEVICES
 from t5bench.record import gpus
-from t5bench.tools.nodes import check, health
+from t5bench.tools.nodes import check, health, speed
 from t5bench.tools.nodes.check import CheckedNode
 from t5bench.tools.nodes.findings import Finding
 from t5bench.tools.nodes.floors import MEASURED, floors_of
@@ -100,9 +101,11 @@ class MadeNode:
             "proc/uptime": f"{UPTIME} 1.0\n",
             "proc/cpuinfo": "model name\t: Xeon\n",
             "proc/self/cgroup": "0::/job\n",
+            "proc/self/mountinfo": "30 1 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n",
             "sys/fs/cgroup/job/pids.max": "max\n",
             "sys/fs/cgroup/job/cpu.max": "max 100000\n",
             "sys/fs/cgroup/job/memory.max": "max\n",
+            "sys/fs/cgroup/job/memory.current": "4096\n",
             "sys/devices/system/cpu/cpu0/cpufreq/cpuinfo_max_freq": "3800000\n",
             "sys/devices/system/cpu/cpu0/cpufreq/scaling_max_freq": "3800000\n",
             "sys/devices/system/cpu/cpu0/thermal_throttle/core_throttle_count": "12\n",
@@ -187,6 +190,30 @@ def slow(name: str, value: float) -> Callable[[MadeNode], None]:
     return measures(name, [*HEALTHY[name][:7], value])
 
 
+def double_bit_errors(node: MadeNode) -> None:
+    """As drivers before 450 say it."""
+    old = "<volatile><double_bit><device_memory>2</device_memory><total>2</total></double_bit></volatile>"
+    errors = node.gpus.findall("gpu")[3].find("ecc_errors")
+    assert errors is not None
+    errors[:] = [ElementTree.fromstring(old)]
+
+
+def in_version_1(path: str, text: str) -> Callable[[MadeNode], None]:
+    """A file of a control group of cgroup 1; the quota's period is its usual one."""
+
+    def plant(node: MadeNode) -> None:
+        node.write("proc/self/cgroup", "5:pids:/job\n4:memory:/job\n3:cpu,cpuacct:/job\n0::/job\n")
+        mounts = [
+            f"31 1 0:27 / /sys/fs/cgroup/{name} rw - cgroup cgroup rw,{name}\n" for name in ("pids", "memory", "cpu")
+        ]
+        node.write("proc/self/mountinfo", "".join(mounts))
+        node.write("sys/fs/cgroup/cpu/job/cpu.cfs_period_us", "100000\n")
+        node.write("sys/fs/cgroup/memory/job/memory.usage_in_bytes", "0\n")
+        node.write(f"sys/fs/cgroup/{path}", text)
+
+    return plant
+
+
 def uses_memory_without_a_program(node: MadeNode) -> None:
     node.gpu(2, "fb_memory_usage/used", "40000 MiB")
 
@@ -268,6 +295,14 @@ FAULTS = {
         "GPU state",
         "power supply",
     ),
+    "gpu ecc of an old driver": (double_bit_errors, "GPU state", "2 ECC errors"),
+    "pids of cgroup 1": (in_version_1("pids/job/pids.max", "300\n"), "limits", "(pids.max)"),
+    "memory of cgroup 1": (
+        in_version_1("memory/job/memory.limit_in_bytes", "1000000000\n"),
+        "limits",
+        "0.9 GiB of memory left",
+    ),
+    "quota of cgroup 1": (in_version_1("cpu/job/cpu.cfs_quota_us", "200000\n"), "processors", "2 processors for 8"),
     "gpu ecc": (on_gpu("ecc_errors/volatile/dram_uncorrectable", "2"), "GPU state", "2 ECC errors"),
     "row failure": (on_gpu("remapped_rows/remapped_row_failure", "Yes"), "GPU state", "could not replace"),
     "row pending": (on_gpu("remapped_rows/remapped_row_pending", "Yes"), "GPU state", "waits for a reset"),
@@ -382,3 +417,21 @@ def test_nodes_of_one_kind_are_compared():
         node.findings["matrix product"] = Finding("100 GFLOP")
     check.compare_speeds(nodes)
     assert not any(node.findings["matrix product"].problem for node in nodes)
+
+
+@pytest.mark.parametrize(("known", "asked"), [("event", 1), ("throttle", 2), ("nothing", 2)])
+def test_the_reasons_for_a_low_clock_have_the_name_that_the_driver_knows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known: str, asked: int
+):
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text(f"""#!/bin/sh
+echo >>{shlex.quote(str(tmp_path / "asked"))}
+case $* in
+  *clocks_{known}_reasons.active*) echo "1980, 1980, 0x0" ;;
+  *) echo "Field is not a valid field to query."; exit 2 ;;
+esac
+""")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert speed.clocks_of([]) == ("" if known == "nothing" else "1980, 1980, 0x0\n")
+    assert len((tmp_path / "asked").read_text()) == asked

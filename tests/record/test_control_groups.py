@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from t5bench import memory_group
+from t5bench import control_groups
 from t5bench.record.machine import oom_kills
 
 V2 = "30 1 0:26 {root} /sys/fs/cgroup rw - cgroup2 cgroup2 rw"
@@ -47,8 +47,8 @@ def test_the_group_of_this_process(tmp_path: Path, name: str):
     stranger = root / "sys/fs/cgroup/stranger"
     stranger.mkdir(parents=True)
     (stranger / "memory.events").write_text("oom_kill 50\n")
-    assert memory_group.killed(root) == oom_kills(root) == 3
-    assert memory_group.free_bytes(root) == [700]
+    assert control_groups.killed(root) == oom_kills(root) == 3
+    assert control_groups.free_bytes(root) == [700]
 
 
 def test_a_group_around_this_one_limits_it_too(tmp_path: Path):
@@ -58,10 +58,53 @@ def test_a_group_around_this_one_limits_it_too(tmp_path: Path):
         own.mkdir(parents=True, exist_ok=True)
         (own / "memory.max").write_text(limit)
         (own / "memory.current").write_text("100")
-    assert memory_group.free_bytes(root) == [400]
+    assert control_groups.free_bytes(root) == [400]
 
 
 def test_without_a_group_the_machine_counts(tmp_path: Path):
     assert oom_kills(system(tmp_path, "0::/", "")) == 70
     (tmp_path / "proc/self/cgroup").unlink()
     assert oom_kills(tmp_path) == 70
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_what_the_kernel_drops_is_free(tmp_path: Path, version: int):
+    mount = V1.format(root="/", name="memory") if version == 1 else V2.format(root="/")
+    root = system(tmp_path, "9:memory:/" if version == 1 else "0::/", mount)
+    group = root / "sys/fs/cgroup" / ("memory" if version == 1 else "")
+    group.mkdir(parents=True)
+    (group / ("memory.limit_in_bytes" if version == 1 else "memory.max")).write_text("5000\n")
+    (group / ("memory.usage_in_bytes" if version == 1 else "memory.current")).write_text("4900\n")
+    of_children = "total_inactive_file 700\n" if version == 1 else ""
+    (group / "memory.stat").write_text(f"cache 800\ninactive_file {100 if version == 1 else 700}\n{of_children}")
+    assert control_groups.free_bytes(root) == [800]
+
+
+@pytest.mark.parametrize(
+    ("files", "quota"),
+    [
+        ({"cpu.max": "150000 100000"}, 1.5),
+        ({"cpu.max": "max 100000"}, None),
+        ({"cpu.cfs_quota_us": "150000", "cpu.cfs_period_us": "100000"}, 1.5),
+        ({"cpu.cfs_quota_us": "-1", "cpu.cfs_period_us": "100000"}, None),
+        ({}, None),
+    ],
+)
+def test_a_quota_of_processors(tmp_path: Path, files: dict[str, str], quota: float | None):
+    for name, text in files.items():
+        (tmp_path / name).write_text(text + "\n")
+    assert control_groups.processor_quota(tmp_path) == quota
+
+
+@pytest.mark.parametrize(
+    ("groups", "mount", "place", "counted"),
+    [
+        ("4:cpu,cpuacct:/", V1.format(root="/", name="cpu,cpuacct"), "cpu,cpuacct", "throttled_time 3000000"),
+        ("0::/job", V2.format(root="/"), "job", "throttled_usec 3000"),
+    ],
+)
+def test_for_how_long_a_quota_held_back(tmp_path: Path, groups: str, mount: str, place: str, counted: str):
+    root = system(tmp_path, groups, mount)
+    (root / "sys/fs/cgroup" / place).mkdir(parents=True)
+    (root / "sys/fs/cgroup" / place / "cpu.stat").write_text(f"nr_periods 9\n{counted}\n")
+    assert control_groups.throttled_ms(root) == 3
