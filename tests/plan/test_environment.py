@@ -14,7 +14,7 @@ from support import REPO_ROOT, Project
 from t5bench.plan import interpreter
 from t5bench.plan.__main__ import with_plain_engine
 from t5bench.plan.environment import rule_for
-from t5bench.plan.interpreter import plain_caches, plain_link
+from t5bench.plan.interpreter import needs_link, plain_caches, plain_link
 from t5bench.plan.ports import free_port
 
 # What a child of the launcher would read behind the plan's back.
@@ -136,7 +136,8 @@ def test_the_environment_that_was_planned_runs(project: Project, tmp_path: Path)
     # Where it is active, what the user put before it stays there.
     path = f"{project.stubs}:{Path(sys.executable).parent}:/usr/bin:/bin"
     assert project.launch("ddp", PATH=path, PYTHON="python").returncode == 0
-    assert project.recorded_environment()["PATH"] == path
+    recorded = project.recorded_environment()["PATH"]
+    assert (recorded.partition(":")[2] if needs_link() else recorded) == path
 
 
 @pytest.mark.parametrize(
