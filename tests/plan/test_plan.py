@@ -426,7 +426,7 @@ def test_every_option_of_a_strategys_json_is_honoured_or_refused(making, monkeyp
     content, found = JSONS[name]
     (tmp_path / "ds_configs").mkdir()
     (tmp_path / "ds_configs" / "megatron_zero2.json").write_text(json.dumps(content))
-    monkeypatch.setattr("t5bench.plan.engine.REPOSITORY", tmp_path)
+    monkeypatch.setattr("t5bench.plan.engine.FILES", tmp_path)
     made = making("zero2")
     said = [o.found for o in made.plan.obstacles if o.code == "ds-config"]
     assert len(said) == bool(found) and all(found in text for text in said)
@@ -438,7 +438,7 @@ def test_every_option_of_a_strategys_json_is_honoured_or_refused(making, monkeyp
 
 def test_a_file_that_promises_offload_must_offload(making, monkeypatch, tmp_path: Path):
     (tmp_path / "ds_configs").mkdir()
-    monkeypatch.setattr("t5bench.plan.engine.REPOSITORY", tmp_path)
+    monkeypatch.setattr("t5bench.plan.engine.FILES", tmp_path)
     file = tmp_path / "ds_configs" / "megatron_zero3_offload.json"
     file.write_text(json.dumps({"zero_optimization": {"stage": 3, "offload_param": {"device": "none"}}}))
     made = making("zero3_offload")
