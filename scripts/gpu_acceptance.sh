@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Measures T5-Large on this machine's GPUs, checks that all strategies train the same model, and packs the records.
+# Measures T5-Large on this machine's GPUs, checks that all strategies train the same model, and
+# packs the records.
 #
 # Usage: bash scripts/gpu_acceptance.sh [--rehearse | --pack] [STEP...]
 #

@@ -28,13 +28,8 @@ from t5bench.sweep.sweep import check_settings, progress
 COMMAND_STUB = """
 import sys
 
-def add_arguments(parser):
-    parser.add_argument("runs", nargs="+")
-    parser.add_argument("--output")
-    parser.add_argument("--comparison")
-
 def run(args):
-    print(sys.argv[1], *args.runs, args.output or args.comparison, sep="|")
+    print(sys.argv[1], *args.runs, args.output if sys.argv[1] == "compare" else args.comparison, sep="|")
     return 0
 """
 
@@ -154,7 +149,7 @@ def test_a_refused_run_is_the_only_one_missing_from_the_comparison(sweep: Projec
     [
         ({"STRATEGIES": "ddp zero9"}, "there is no strategy 'zero9'"),
         ({"STRATEGIES": "ddp fsdp2"}, "fsdp2 needs ENGINE=native"),
-        ({"STRATEGIES": "ddp zero1-tp3"}, "is not divisible by the tensor-parallel size 3"),
+        ({"STRATEGIES": "ddp zero1-tp3"}, "do not divide over the tensor-parallel size 3"),
         ({"REPEATS": "0"}, "REPEATS must be a whole number of at least 1"),
         ({"LAUNCH": "ssh"}, "LAUNCH=ssh but no hosts are known"),
         ({"STRATEGIES": "ddp", "MICRO_BATCH_SIZE": "3"}, "ddp: GLOBAL_BATCH_SIZE=16 is not divisible"),

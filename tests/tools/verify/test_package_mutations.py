@@ -47,7 +47,7 @@ from t5bench.tools.verify.pack import (
 )
 
 COUNT, SEED = int(os.environ.get("MUTATIONS", "60")), int(os.environ.get("SEED", "1"))
-DIFFERENCES = ("PRECISION_FLAG", "engine", "device")  # of the runs in the package
+DIFFERENCES = ("PRECISION_FLAG", "VOCABULARY_MULTIPLE", "engine", "device")  # of the runs in the package
 NAMES = ["native", "zero1", "gpus", "short"]
 UNFORESEEN = "its records lack what a comparison needs"
 FIGURES = f"{PUBLISHED}/comparison.json"
