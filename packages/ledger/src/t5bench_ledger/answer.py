@@ -35,6 +35,17 @@ class NoAnswer(ValueError):
         self.remedy = remedy
 
 
+def chosen(text: str, known: Sequence[str], what: str) -> list[str]:
+    """Raises NoAnswer."""
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    unknown = [name for name in names if known and name not in known]
+    if unknown:
+        raise NoAnswer(f"there is no {what} '{unknown[0]}'", f"Choose from: {', '.join(known)}")
+    if not names:
+        raise NoAnswer(f"no {what} is given", "Leave the option out for all")
+    return names
+
+
 @cache
 def read() -> Mapping[str, Any]:
     """The verdicts. Raises NoAnswer."""

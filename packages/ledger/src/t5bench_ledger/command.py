@@ -6,12 +6,12 @@ Answering needs nothing but Python. Measuring needs a checkout with the native e
 import argparse
 import signal
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
 
 from t5bench_ledger import answer, show
-from t5bench_ledger.answer import NoAnswer
+from t5bench_ledger.answer import NoAnswer, chosen
 from t5bench_ledger.modes import MODES, RELEASES_OF, STRATEGIES
 
 UNUSABLE = 2
@@ -63,17 +63,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     measuring.add_argument("--output", type=Path, help="directory of the runs (default: outputs/ledger)")
     page = "write the package's data and pages, in which cells that are not measured again stay"
     measuring.add_argument("--publish", action="store_true", help=page)
-
-
-def chosen(text: str, known: Sequence[str], what: str) -> list[str]:
-    """Raises NoAnswer."""
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    unknown = [name for name in names if known and name not in known]
-    if unknown:
-        raise NoAnswer(f"there is no {what} '{unknown[0]}'", f"Choose from: {', '.join(known)}")
-    if not names:
-        raise NoAnswer(f"no {what} is given", "Leave the option out for all")
-    return names
 
 
 def run(args: argparse.Namespace) -> int:

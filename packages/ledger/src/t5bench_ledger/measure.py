@@ -32,9 +32,9 @@ from t5bench.record.log import iterations
 from t5bench.record.plan import Plan
 from t5bench.sweep.launch import Launch, PlannedRun
 from t5bench_ledger import costs, environments, gate, judge, page, tables, verdicts
+from t5bench_ledger.answer import chosen
 from t5bench_ledger.bisection import next_releases
 from t5bench_ledger.changes import standing
-from t5bench_ledger.command import chosen
 from t5bench_ledger.modes import (
     ACCELERATE_STAGES,
     BASELINE,
