@@ -188,6 +188,8 @@ def importing(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tp", type=at_least(1), default=1, help="tensor-parallel size (default: 1)")
     parser.add_argument("--pp", type=at_least(1), default=1, help="pipeline-parallel size (default: 1)")
     parser.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="bf16", help="of the finetuning")
+    engine = "which engine will train on (default: native for what its models describe, else megatron)"
+    parser.add_argument("--engine", choices=("megatron", "native"), help=engine)
 
 
 def record(parser: argparse.ArgumentParser) -> None:

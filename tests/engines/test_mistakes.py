@@ -186,8 +186,6 @@ def test_upstream_bugs_put_back_are_found(planter: Planter):
     with planter.planted(bias), planter.planted(mask):
         found, said = planter.check("tensor")
     assert found == {("ddp", "megatron"): "PASS", ("tensor", "megatron"): "FAIL", ("ddp", "native"): "FAIL"}, said
-    assert said.count("check gradients and accumulation") == 1
-    assert said.count("check the weights, the data and the forward pass") == 1
 
 
 def test_deepspeed_that_trains_on_the_last_micro_batch(planter: Planter):

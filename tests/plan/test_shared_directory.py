@@ -116,7 +116,8 @@ OTHERS = {
 def test_a_node_of_another_run_leaves_a_running_one_alone(two_nodes: TwoNodes, name: str):
     changes, named = OTHERS[name]
     own = two_nodes.start(0, STUB_SLEEP="60")
-    wait_for((two_nodes.directory / "node0.json").exists)
+    log = two_nodes.directory / "node0.log"
+    wait_for(lambda: log.exists() and "peak memory | rank 7" in log.read_text())
     before = two_nodes.content()
     settings = {setting: value for setting, value in changes.items() if setting.isupper()}
     node = 0 if name in ("one node", "the same place") else 1

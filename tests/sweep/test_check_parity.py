@@ -89,7 +89,7 @@ def test_a_mistake_that_all_strategies_share_is_seen(copy: Path):
     """Attention that is scaled by the wrong size, in the one model of the native engine."""
     path = copy / "native" / "layers.py"
     text = path.read_text()
-    mistake = text.replace("is_causal=mask is None,", "is_causal=mask is None, scale=0.99 * self.head_size**-0.5,")
+    mistake = text.replace("scale=self.scale,", "scale=0.99 * self.head_size**-0.5,")
     assert mistake != text
     path.write_text(mistake)
     result = gate("zero1", root=copy, RUNS_DIR=str(copy / "runs"), CHECK_BLIND_SPOTS="0")
