@@ -18,10 +18,10 @@ from torch import distributed as dist
 
 from native import data_parallel, fsdp2, layers, parallel, sequence_parallel, tensor_parallel
 from t5bench.__main__ import main
-from t5bench.costmodel.job import FullySharded, Job, Parallel, Zero
+from t5bench.costmodel.job import Architecture, FullySharded, Job, Parallel, Zero
 from t5bench_prove import execution, proof, prove
 
-T5 = prove.small(Job(prove.Architecture(2, 2, 64, 8, 8, 128, 32, 32, 1024), engine="native", attention="fused"))
+T5 = prove.small(Job(Architecture(2, 2, 64, 8, 8, 128, 32, 32, 1024), engine="native", attention="fused"))
 GPT = replace(
     T5, architecture=replace(T5.architecture, encoder_layers=0, encoder_length=0, family="gpt", head_bias=False)
 )
