@@ -53,6 +53,14 @@ class TwoNodes:
         paths = [path for path in self.directory.iterdir() if path.is_file() and ".claim." not in path.name]
         return {path.name: path.read_bytes() for path in paths if not path.name.endswith(growing)}
 
+    def settled(self) -> dict[str, bytes]:
+        """The content, as soon as the recorder has written all that the engine said."""
+        while True:
+            before = self.content()
+            time.sleep(1.5)
+            if self.content() == before:
+                return before
+
     def record(self) -> dict:
         return json.loads((self.directory / "run.json").read_text())
 
@@ -118,7 +126,7 @@ def test_a_node_of_another_run_leaves_a_running_one_alone(two_nodes: TwoNodes, n
     own = two_nodes.start(0, STUB_SLEEP="60")
     log = two_nodes.directory / "node0.log"
     wait_for(lambda: log.exists() and "peak memory | rank 7" in log.read_text())
-    before = two_nodes.content()
+    before = two_nodes.settled()
     settings = {setting: value for setting, value in changes.items() if setting.isupper()}
     node = 0 if name in ("one node", "the same place") else 1
     status, said = end_of(two_nodes.start(node, changes.get("strategy", "ddp"), **settings))
