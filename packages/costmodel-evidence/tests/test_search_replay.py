@@ -178,7 +178,7 @@ def test_the_first_layout_runs_again_before_anything_is_dropped_or_certain():
 
 
 def test_no_answer_is_certain_before_each_kind_of_layout_ran():
-    """The link is five times as slow as it is said to be, which runs without pipeline stages do not show."""
+    """What is wrong about a link shows only in runs of a kind that uses it."""
     cells = cells_of_a_choice()
     kinds = {option.kind for option in options_of(cells)}
     search = Search(options_of(cells))
