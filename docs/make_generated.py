@@ -1,6 +1,6 @@
 """Writes the generated pages again, into docs/generated or a folder: ``python -m docs.make_generated [folder]``.
 
-So are the answers of the commands in learn.md, and the tables of README.md and records.md. A test
+So are the answers of the commands in learn.md, and the tables of README.md and of packages/verify. A test
 (tests/docs/test_generated.py) asks that this changes nothing.
 What comes from runs stays as it is: continuations.json, the example, the pictures of the quick start and that of a
 search. What the ledger makes of its cells is written into its package, and for launchers.
@@ -21,13 +21,13 @@ from unittest.mock import patch
 
 from docs import continuations
 from t5bench.__main__ import main as t5bench
-from t5bench.tools.verify.relations import RELATIONS
 from t5bench_ledger import measure, tables
+from t5bench_verify.relations import RELATIONS
 
 FOLDER = Path(__file__).resolve().parent / "generated"
 COURSE = FOLDER.parent / "learn.md"
 README = FOLDER.parents[1] / "README.md"
-RECORDS = FOLDER.parent / "records.md"
+RELATIONS_PAGE = FOLDER.parents[1] / "packages" / "verify" / "RELATIONS.md"
 # Without the settings of whoever runs this, and without the data of this checkout, whose vocabulary may be another.
 KEPT = ("PATH", "HOME", "LANG", "PYTHONPATH", "TMPDIR")
 
@@ -128,7 +128,7 @@ RELATIONS_TABLE = re.compile(
 
 
 def with_relations(page: str) -> str:
-    """records.md with the table of what `verify` checks."""
+    """The page of relations with the table of what `verify` checks."""
     lines = ["| Quantity | Follows from | Tolerance |", "|---|---|---|"]
     for relation in RELATIONS:
         lines.append(f"| {relation.quantity} | {relation.follows_from} | {relation.tolerance} |")
@@ -152,5 +152,5 @@ if __name__ == "__main__":
         write_all(FOLDER)
         COURSE.write_text(with_answers(COURSE.read_text()))
         README.write_text(with_table(README.read_text()))
-        RECORDS.write_text(with_relations(RECORDS.read_text()))
+        RELATIONS_PAGE.write_text(with_relations(RELATIONS_PAGE.read_text()))
         measure.publish(tables.read(tables.CELLS))

@@ -31,12 +31,12 @@ GROUPS = {
         "parity": ("t5bench.compare.parity", "check whether runs trained the same model: pass or fail for each"),
         "parity-check": ("t5bench.sweep.parity_check", "train every strategy with one recipe, then check parity"),
         "judge": ("t5bench_judge.command", "say whether two trainings of any trainer are the same, by their logs"),
-        "history": ("t5bench.tools.verify.history", "compare results across commits, library releases and drivers"),
+        "history": ("t5bench_verify.history", "compare results across commits, library releases and drivers"),
         "pack": (
-            "t5bench.tools.verify.pack",
+            "t5bench_verify.pack",
             "pack a comparison with its records into one file that others can verify",
         ),
-        "verify": ("t5bench.tools.verify.verify", "recompute every figure of a packed comparison from its logs"),
+        "verify": ("t5bench_verify.verify", "recompute every figure of a packed comparison from its logs"),
         "wandb": ("t5bench.report.wandb_report", "upload a comparison to its W&B project"),
     },
     "before you run": {

@@ -19,6 +19,7 @@ FOLDERS = {
     "t5bench_evidence": "costmodel-evidence",
     "t5bench_prove": "prove",
     "t5bench_planner_page": "planner-page",
+    "t5bench_verify": "verify",
 }
 
 

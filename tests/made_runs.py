@@ -24,7 +24,7 @@ from t5bench.record.log import Iteration
 from t5bench.record.plan import Arguments, Layout, Plan, Setting, Strategy
 from t5bench.record.settings import BY_NAME, default_values
 from t5bench.record.status import COMPLETE, RUNNING
-from t5bench.tools.verify.implied import choices_of, draft_of
+from t5bench_verify.implied import choices_of, draft_of
 
 PORTS = {"ddp": 29800, "zero1": 29801, "zero2": 29802, "zero3": 29803, "zero3_offload": 29804, "pipeline": 29810,
          "tensor": 29811, "hybrid": 29812}  # fmt: skip

@@ -13,7 +13,7 @@ from t5bench.checkpoint_form import TRACKER
 from t5bench.record.records import load
 from t5bench.tools.convert.checkpoint_file import read_checkpoint_file as read
 from t5bench.tools.convert.shards import Weights, whole_weights
-from t5bench.tools.verify.relations import contradictions
+from t5bench_verify.relations import contradictions
 
 pytestmark = pytest.mark.slow
 # 4, 4, 8 and 8 samples: the batch grows after the checkpoint of iteration 2.

@@ -450,13 +450,10 @@ def test_no_more_processes():
         assert "Traceback" not in result.stderr and not processes_with(f"STUB_DIR={project.stubs}")
 
 
-def test_the_document_lists_and_counts_all_failures():
+def test_the_document_names_the_tests_that_play_its_rows():
     text = (REPO_ROOT / "docs" / "failure_table.md").read_text()
-    on_cluster = re.findall(r"^\| `[a-z0-9-]+` \|", text, re.MULTILINE)
     here = re.findall(r"^\| .*\| `(\S+)::(test_\w+)`(?: \(mount\))? \|$", text, re.MULTILINE)
     for file, name in here:
         assert f"def {name}(" in (REPO_ROOT / "tests" / file).read_text(), name
     own = re.findall(r"^def (test_\w+)", Path(__file__).read_text(), re.MULTILINE)[:-1]
     assert set(own) <= {name for _, name in here}
-    there, here = len(on_cluster), len(here)
-    assert f"There are {there + here} faults in all, {there} on the test cluster and {here} here" in text

@@ -20,7 +20,7 @@ from t5bench.tools.convert.shards import HEAD, WORDS, Sharding, Weights, whole_w
 from t5bench.tools.convert.stored import StoredTensors
 from t5bench.tools.convert.trained import TrainedModel, settings_of
 from t5bench.tools.convert.training_state import Shard, optimizer_of
-from t5bench.tools.verify.relations import contradictions
+from t5bench_verify.relations import contradictions
 
 HEADS, WIDTH, LAYERS = 4, 8, 4
 

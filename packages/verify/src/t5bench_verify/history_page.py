@@ -12,7 +12,7 @@ from matplotlib.dates import AutoDateLocator, ConciseDateFormatter
 from matplotlib.figure import Figure
 
 from t5bench.report import svg
-from t5bench.tools.verify.trends import PackageRow, Scaled, histories, history_rows, scaling, scaling_rows
+from t5bench_verify.trends import PackageRow, Scaled, histories, history_rows, scaling, scaling_rows
 
 HERE = Path(__file__).parent
 

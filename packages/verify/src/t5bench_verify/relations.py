@@ -2,7 +2,7 @@
 
 A record tells most things more than once: an engine prints a rate beside the time and the batch from which it
 follows, and the recorder's clock runs beside the engine's. ``RELATIONS`` lists every such relation within a run, and
-``copies`` compares runs with each other. ``t5bench verify`` checks all of them; docs/records.md shows the table.
+``copies`` compares runs with each other. ``t5bench verify`` checks all of them; RELATIONS.md shows the table.
 """
 
 import math
@@ -32,7 +32,7 @@ from t5bench.record.records import ENDING, read_parts
 from t5bench.record.run import Run
 from t5bench.record.settings import BY_NAME
 from t5bench.record.status import CANCELLED, COMPLETE
-from t5bench.tools.verify import implied
+from t5bench_verify import implied
 
 # Tolerances. Those of printed figures are their last digit, and a little more where two of them are multiplied.
 RATE = 0.0006

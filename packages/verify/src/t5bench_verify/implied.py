@@ -2,7 +2,7 @@
 
 A record may claim a method in its settings that the engine was never told to use. So arguments, environment and
 DeepSpeed's options are planned anew and compared. What the machine decided (the kind of attention, W&B) is taken from
-the record, and so is what a user gave after ``--``. docs/records.md lists the settings of which no record says more.
+the record, and so is what a user gave after ``--``. RELATIONS.md lists the settings of which no record says more.
 """
 
 from collections.abc import Iterator

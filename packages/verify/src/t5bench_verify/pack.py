@@ -35,7 +35,7 @@ from t5bench.report.compare import (
     sweep_root,
     write,
 )
-from t5bench.tools.verify.relations import contradictions, copies
+from t5bench_verify.relations import contradictions, copies
 
 CONTENTS = Path("package.json")
 RUNS = Path("runs")

@@ -15,7 +15,7 @@ from t5bench import Problem, note
 from t5bench.printed_table import table
 from t5bench.report.tables import mark, rounded
 from t5bench.text import visible
-from t5bench.tools.verify.trends import (
+from t5bench_verify.trends import (
     PackageRow,
     changes,
     histories,
@@ -93,7 +93,7 @@ def as_json(points: Sequence[PackageRow], price: float | None) -> dict[str, Any]
 
 def write_page(points: Sequence[PackageRow], price: float | None, path: Path) -> None:
     """One HTML file that asks nothing of any network. Raises Problem."""
-    from t5bench.tools.verify.history_page import render
+    from t5bench_verify.history_page import render
 
     if path.suffix != ".html":
         raise Problem(f"--output must be a .html file, found '{path}'", "For example: --output history.html")

@@ -1,7 +1,7 @@
 """Random damage to packages, and forgeries: no traceback, and no changed figure that a relation should have seen.
 
 A forger seals what he changed again, and publishes the figures that follow from it. Then only the relations
-(t5bench/tools/verify/relations.py) can tell. MUTATIONS=1000 makes that many; a failure prints its SEED.
+(relations.py) can tell. MUTATIONS=1000 makes that many; a failure prints its SEED.
 """
 
 import argparse
@@ -32,9 +32,9 @@ from t5bench.record.records import write_list
 from t5bench.record.settings import BY_NAME
 from t5bench.report import page
 from t5bench.report.compare import write
-from t5bench.tools.verify import pack as packing
-from t5bench.tools.verify import verify
-from t5bench.tools.verify.pack import (
+from t5bench_verify import pack as packing
+from t5bench_verify import verify
+from t5bench_verify.pack import (
     CONTENTS,
     PUBLISHED,
     RUNS,

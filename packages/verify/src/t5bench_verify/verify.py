@@ -23,7 +23,7 @@ from t5bench.record.records import SWEEP, looks_like_run, read_list
 from t5bench.record.run import Run
 from t5bench.report.compare import PAGE, UNFORESEEN, write
 from t5bench.text import visible
-from t5bench.tools.verify.pack import (
+from t5bench_verify.pack import (
     CONTENTS,
     PUBLISHED,
     RUNS,

@@ -19,8 +19,8 @@ from t5bench.record.files import write_json
 from t5bench.record.machine import commit
 from t5bench.record.records import load, write_list
 from t5bench.record.settings import BY_NAME
-from t5bench.tools.verify.pack import archive, write_file
-from t5bench.tools.verify.relations import contradictions
+from t5bench_verify.pack import archive, write_file
+from t5bench_verify.relations import contradictions
 
 Files = dict[str, bytes]
 Change = Callable[[Files], object]

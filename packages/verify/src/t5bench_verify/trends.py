@@ -19,8 +19,8 @@ from t5bench.record.run import Run
 from t5bench.report.compare import load_runs, run_directories
 from t5bench.report.tables import estimate_text, mark, significant
 from t5bench.text import processes
-from t5bench.tools.verify.pack import packed_runs, working_in
-from t5bench.tools.verify.verify import unpack
+from t5bench_verify.pack import packed_runs, working_in
+from t5bench_verify.verify import unpack
 
 SECONDS_OF_AN_HOUR = 3600
 RELEASES = ("torch", "deepspeed", "nccl")

@@ -13,7 +13,7 @@ from t5bench.plan.settings import lacks
 from t5bench.record.plan import Plan
 from t5bench.record.reader import UNFORESEEN
 from t5bench.record.settings import BY_NAME, Decimal, Integer, OneOf
-from t5bench.tools.verify import implied
+from t5bench_verify import implied
 
 # Of these a plan says nothing else; docs/records.md lists them.
 SAID_ONCE = {

@@ -10,7 +10,7 @@ from tampering import TAMPERINGS, make_pristine
 
 from t5bench.record import files, records
 from t5bench.record.files import RecordError
-from t5bench.tools.verify.pack import examined
+from t5bench_verify.pack import examined
 
 
 @pytest.fixture(scope="module")
