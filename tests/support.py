@@ -197,6 +197,7 @@ def make_project(tmp_path: Path) -> Project:
         "PATH": f"{stubs}:{os.environ['PATH']}", "HOME": str(tmp_path), "LANG": "C.UTF-8", "PYTHON": sys.executable,
         "PYTHONPATH": str(stubs / "site"), "STUB_DIR": str(stubs), "DEVICE": "cpu",
         "GLOO_SOCKET_IFNAME": "lo",  # this machine's own name may lead to a loopback address
+        "RES_OPTIONS": os.environ.get("RES_OPTIONS", ""),
     }  # fmt: skip
     return result
 

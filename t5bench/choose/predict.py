@@ -262,8 +262,8 @@ def planned(
     """
     environment = with_slurm_hosts({"DEVICE": "cuda", "NODE_RANK": "0", **os.environ})  # this may be none of HOSTS
     if not environment.get("HOSTS"):
-        # The README's hardware.
-        environment = {"NNODES": "2", "MASTER_ADDR": "node0", **environment}
+        # The README's hardware, at an address of nobody: a name would be looked up, and a question needs no network.
+        environment = {"NNODES": "2", "MASTER_ADDR": "192.0.2.1", **environment}
     environment |= settings_of(model, lengths)
     if engine:
         environment |= {"ENGINE": engine}

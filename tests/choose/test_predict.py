@@ -497,11 +497,13 @@ def test_the_regret_of_the_named_run(tmp_path, capsys):
 
 
 def test_defaults_leave_the_environment_s_settings_out(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
-    for words in (["predict", "--device", "a100", "--json"], ["layouts", "--gpus", "8", "--device", "a100", "--json"]):
+    one_size = ["--tp", "2", "--pp", "1"]
+    for words in (["predict", "--device", "a100"], ["layouts", "--gpus", "4", "--device", "a100", *one_size]):
+        words = [*words, "--json"]
         assert main(words) == 0
         expected = capsys.readouterr().out
         with monkeypatch.context() as patch:
-            for name, value in {"MODEL_PRESET": "tiny", "GLOBAL_BATCH_SIZE": "48", "TP_SIZE": "4"}.items():
+            for name, value in {"MODEL_PRESET": "tiny", "GLOBAL_BATCH_SIZE": "48"}.items():
                 patch.setenv(name, value)
             assert main([*words, "--defaults"]) == 0
             assert capsys.readouterr().out == expected

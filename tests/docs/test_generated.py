@@ -8,6 +8,7 @@ from docs import make_generated
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_the_courses_answers_are_what_its_commands_print():
     """After a change of what they say: python -m docs.make_generated"""
     page = make_generated.COURSE.read_text()

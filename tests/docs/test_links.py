@@ -36,11 +36,3 @@ def test_links_lead_somewhere(name: str):
         assert target.exists(), link
         if anchor and target.suffix == ".md":
             assert anchor in anchors(target), link
-
-
-def test_thirteen_questions_are_answered():
-    text = (REPO_ROOT / "docs" / "questions.md").read_text()
-    rows = re.findall(r"^\| ([^|]+\?[^|]*) \| (.+) \|$", text, re.MULTILINE)
-    assert len(rows) == 13
-    for question, answer in rows:
-        assert LINK.search(answer), question

@@ -97,7 +97,10 @@ def test_both_engines_train_the_same_model(megatron_runs: Path, native_runs: Pat
     assert [len(list(iterations(log))) for log in logs] == [0, 20]
 
 
-@pytest.mark.parametrize(("trained", "tp", "evaluates"), [("hybrid", "1", "ddp"), ("zero3", "2", "tensor")])
+@pytest.mark.parametrize(
+    ("trained", "tp", "evaluates"),
+    [pytest.param("hybrid", "1", "ddp", marks=pytest.mark.nightly), ("zero3", "2", "tensor")],
+)
 def test_merged_weights_have_the_evaluated_loss(
     megatron_runs: Path, megatron_dir: Path, sample_data: Path, tmp_path: Path, trained: str, tp: str, evaluates: str
 ):
@@ -133,23 +136,19 @@ def test_fsdp2_in_eight_processes(native_runs: Path, sample_data: Path, tmp_path
     parity(tmp_path / "kept", baseline=native_runs / "ddp")
 
 
-def test_zero_that_reduces_once(native_runs: Path, sample_data: Path, tmp_path: Path):
+@pytest.mark.parametrize(
+    "strategy", ["zero2", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("zero3", "zero3_offload"))]
+)
+def test_zero_that_reduces_once(native_runs: Path, sample_data: Path, tmp_path: Path, strategy: str):
     """Gradients that each process adds up, and reduces after the last micro-batch, are the same ones."""
     settings = EXACT | {"ENGINE": "native", "MEGATRON_DATA_DIR": str(sample_data), "ZERO_REDUCE_ONCE": "1"}
-    for strategy in ("zero2", "zero3", "zero3_offload"):
-        train(strategy, tmp_path / strategy, **settings)
-    parity(*(tmp_path / name for name in ("zero2", "zero3", "zero3_offload")), baseline=native_runs / "ddp")
+    train(strategy, tmp_path / strategy, **settings)
+    parity(tmp_path / strategy, baseline=native_runs / "ddp")
 
 
-@pytest.mark.parametrize(
-    ("family", "strategy"),
-    [
-        ("t5", "hybrid"),
-        pytest.param("gpt", "tensor", marks=pytest.mark.nightly),
-        pytest.param("t5", "tensor", marks=pytest.mark.nightly),
-        pytest.param("gpt", "hybrid", marks=pytest.mark.nightly),
-    ],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("strategy", ["tensor", "hybrid"])
+@pytest.mark.parametrize("family", ["t5", "gpt"])
 def test_sequence_parallelism_changes_nothing(
     sample_data: Path, tmp_path: Path, request: pytest.FixtureRequest, family: str, strategy: str
 ):
@@ -189,6 +188,7 @@ def test_a_resumed_fsdp2_gives_the_uninterrupted_curve(sample_data: Path, native
     resume("fsdp2", {"ENGINE": "native", "MEGATRON_DATA_DIR": str(sample_data)}, native_runs, tmp_path)
 
 
+@pytest.mark.nightly
 def test_a_resumed_hsdp_gives_the_uninterrupted_curve(sample_data: Path, tmp_path: Path):
     """Two copies of the states, each of two processes. DDP with as many processes has the same curve."""
     settings = EXACT | WATCHED | {"ENGINE": "native", "MEGATRON_DATA_DIR": str(sample_data), "WANDB_MODE": "disabled"}
@@ -216,11 +216,12 @@ def resume(strategy: str, engine: Engine, runs: Path, tmp_path: Path) -> None:
     assert resumed.evaluations == later and later, "the same validation samples"
 
 
-ITERATIONS = 24
-SAVE_INTERVAL = 6
+ITERATIONS = 16
+SAVE_INTERVAL = 4
 NEWEST = 2 * SAVE_INTERVAL  # the last checkpoint that a killed run has
 
 
+@pytest.mark.parametrize("engine", ["native", pytest.param("megatron", marks=pytest.mark.nightly)], indirect=True)
 def test_a_killed_run_continues(engine: Engine, tmp_path: Path):
     """In bf16 with dropout, on two nodes without a shared file system. All processes are killed after the second
     checkpoint, of which one node lacks a part: all go on from the first, and what was logged before is logged again,

@@ -63,6 +63,7 @@ def test_a_gpt_is_the_same_model_in_every_strategy_resumed_evaluated_and_merged(
     assert after == pytest.approx(found, rel=1e-6)  # DeepSpeed's pipeline engine adds up micro-batches in another order
 
 
+@pytest.mark.nightly
 def test_megatrons_interleaved_pipeline_trains_the_same_gpt(gpt: dict[str, str], tmp_path: Path, capsys):
     """Two parts of the model on each of four stages."""
     settings = gpt | EXACT | {"TRAIN_ITERS": "3", "NUM_LAYERS": "8", "SAVE_INTERVAL": "3"}
@@ -79,7 +80,7 @@ def test_megatrons_interleaved_pipeline_trains_the_same_gpt(gpt: dict[str, str],
 def test_both_engines_train_the_same_gpt(gpt: dict[str, str], tmp_path: Path):
     """The same samples and weights; the native engine's strategies agree with each other, too."""
     curves = {}
-    for name, strategy in (("megatron", "ddp"), ("ddp", "ddp"), ("fsdp2", "fsdp2"), ("hybrid", "hybrid")):
+    for name, strategy in (("megatron", "ddp"), ("fsdp2", "fsdp2"), ("hybrid", "hybrid")):
         engine = {} if name == "megatron" else {"ENGINE": "native"}
         if name == "hybrid":
             engine["NPROC_PER_NODE"] = "8"

@@ -45,7 +45,7 @@ def assert_equal(run: Run, baseline: Run) -> None:
 @pytest.mark.parametrize(
     ("strategy", "family", "settings"),
     [
-        ("pipeline", "t5", {"PIPELINE_PARALLEL_SIZE": "3", "RECOMPUTE": "full"}),
+        pytest.param("pipeline", "t5", {"PIPELINE_PARALLEL_SIZE": "3", "RECOMPUTE": "full"}, marks=pytest.mark.nightly),
         pytest.param("pipeline", "t5", {"PIPELINE_PARALLEL_SIZE": "8"}, marks=pytest.mark.nightly),
         pytest.param("pipeline", "gpt", {"PIPELINE_PARALLEL_SIZE": "8"}, marks=pytest.mark.nightly),
         ("hybrid", "t5", {"PIPELINE_PARALLEL_SIZE": "3", "TENSOR_PARALLEL_SIZE": "2"}),
@@ -66,7 +66,10 @@ def assert_equal(run: Run, baseline: Run) -> None:
             marks=pytest.mark.nightly,
         ),
         ("pipeline", "t5", {"PIPELINE_SCHEDULE": "interleaved"}),
-        ("pipeline", "gpt", {"PIPELINE_PARALLEL_SIZE": "4", "PIPELINE_SCHEDULE": "interleaved"}),
+        pytest.param(
+            *("pipeline", "gpt", {"PIPELINE_PARALLEL_SIZE": "4", "PIPELINE_SCHEDULE": "interleaved"}),
+            marks=pytest.mark.nightly,
+        ),
         pytest.param(
             *("hybrid", "t5", {"PIPELINE_SCHEDULE": "interleaved", "NPROC_PER_NODE": "8"}), marks=pytest.mark.nightly
         ),
@@ -82,6 +85,7 @@ def test_a_pipeline_trains_as_one_process(trained: Trained, strategy: str, famil
     assert losses[0] == pytest.approx(losses[1], rel=1e-5) and losses[0]
 
 
+@pytest.mark.nightly
 def test_schedules_take_the_same_dropout(trained: Trained):
     """Every stage takes micro-batches forward in their order, under all but interleaved: the masks are the same. And
     every weight adds up its gradients in their order."""
@@ -91,12 +95,13 @@ def test_schedules_take_the_same_dropout(trained: Trained):
     assert len(first) == 4 and others == [first, first]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("family", "settings"),
     [
         ("t5", {"NPROC_PER_NODE": "4"}),
-        pytest.param("t5", {"PIPELINE_PARALLEL_SIZE": "3"}, marks=pytest.mark.nightly),
-        pytest.param("gpt", {"PIPELINE_PARALLEL_SIZE": "3"}, marks=pytest.mark.nightly),
+        ("t5", {"PIPELINE_PARALLEL_SIZE": "3"}),
+        ("gpt", {"PIPELINE_PARALLEL_SIZE": "3"}),
     ],
 )
 def test_gradients_of_bf16_copies_are_put_off(trained: Trained, family: str, settings: dict[str, str]):
@@ -107,7 +112,9 @@ def test_gradients_of_bf16_copies_are_put_off(trained: Trained, family: str, set
     assert len(plain) == 4 and put_off == plain
 
 
-@pytest.mark.parametrize("schedule", [pytest.param("1f1b", marks=pytest.mark.nightly), "interleaved", "zero-bubble"])
+@pytest.mark.parametrize(
+    "schedule", ["interleaved", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("1f1b", "zero-bubble"))]
+)
 def test_a_resumed_pipeline_gives_the_uninterrupted_curve(
     sample_data: Path, trained: Trained, tmp_path: Path, schedule: str
 ):

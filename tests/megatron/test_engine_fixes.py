@@ -108,6 +108,7 @@ def test_trains_without_apex(megatron_dir: Path, tmp_path: Path, precision: str)
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_processes_that_share_a_gpu_in_fp32(megatron_dir: Path, tmp_path: Path):
     """The second process of a node with one GPU takes the first device, tells DeepSpeed so, and speaks gloo; fp32 uses
     no half-precision kernel."""

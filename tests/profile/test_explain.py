@@ -455,13 +455,25 @@ def check(found: Explanation, name: str) -> None:
         assert counts["aten::mm"] + counts["aten::addmm"] == 3 * (2 * 4 + 2 * 7 + 1) * len(ranks)
 
 
+# The others' causes are named in made profiles every day.
+PLANTED_DAILY = ("", "slow rank")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "planted"), PLANTED.items(), ids=PLANTED)
+@pytest.mark.parametrize(
+    ("name", "planted"),
+    [
+        pytest.param(name, planted, marks=[pytest.mark.nightly] * (name not in PLANTED_DAILY))
+        for name, planted in PLANTED.items()
+    ],
+    ids=PLANTED,
+)
 def test_what_is_planted_is_named_first(sample_data: Path, tmp_path: Path, name: str, planted: tuple[str, dict]):
     check(trained(sample_data, tmp_path, planted[0], **planted[1]), name)
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_the_real_engine_is_explained(megatron_dir: Path, sample_data: Path, tmp_path: Path):
     real = {"ENGINE": "megatron", "MEGATRON_DIR": str(megatron_dir)}
     check(trained(sample_data, tmp_path, "zero2", **ONE_MICRO_BATCH, **real, PLANT="data:1"), "data loading")

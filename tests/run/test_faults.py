@@ -119,9 +119,20 @@ def test_two_at_the_same_moment(project: Project, script: str, count: int):
         assert [line.iteration for line in lines] == list(range(20, 1001, 20))
 
 
-@pytest.mark.parametrize("removed", ["", "node0.log", "metrics.jsonl", "node0.samples.jsonl", "node0.json",
-                                     "node0.status", "*", "emptied metrics.jsonl", "replaced node0.log",
-                                     "longer node0.log"])  # fmt: skip
+REMOVED_NIGHTLY = (
+    "metrics.jsonl", "node0.samples.jsonl", "node0.json", "node0.status", "*", "replaced node0.log", "longer node0.log",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "removed",
+    [
+        "",
+        "node0.log",
+        "emptied metrics.jsonl",
+        *(pytest.param(what, marks=pytest.mark.nightly) for what in REMOVED_NIGHTLY),
+    ],
+)
 def test_run_directory_removed(project: Project, removed: str):
     """Or files in it, or what is in one of them: the record is whole."""
     launcher = project.start_sleeping(STUB_SLEEP="6", SAMPLE_INTERVAL="1")

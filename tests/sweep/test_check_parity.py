@@ -59,6 +59,7 @@ def test_what_cannot_be_checked(copy: Path, strategy: str, settings: dict[str, s
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_the_native_engines_strategies_pass_and_nothing_can_hide(copy: Path):
     """The recipe shows a hundredth of each of its numbers, or the gate would fail."""
     result = gate("pipeline", root=copy, RUNS_DIR="relative runs", MEGATRON_DATA_DIR="")
@@ -112,6 +113,7 @@ def test_a_number_hidden_by_a_recipe_is_named():
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_what_the_rounding_of_bf16_hides_is_seen_in_fp32(copy: Path):
     """A thousandth too much on one rank."""
     path = copy / "native" / "zero.py"
@@ -129,6 +131,7 @@ def test_what_the_rounding_of_bf16_hides_is_seen_in_fp32(copy: Path):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_the_benchmarks_own_mode(copy: Path):
     """ZeRO drops what DDP drops."""
     result = gate("--benchmark-mode", "zero3", root=copy, TRAIN_ITERS="6", RUNS_DIR="runs")
