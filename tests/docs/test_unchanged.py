@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from support import REPO_ROOT
 
+pytestmark = pytest.mark.nightly  # it helps whoever moves code, and nothing depends on it
+
 
 def unchanged(task: str, stored: Path, tree: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(REPO_ROOT / "tests" / "unchanged"), task, str(stored), "help", "--tree", str(tree)]

@@ -466,7 +466,12 @@ def test_a_run_directory_that_cannot_be_written(project: Project):
 
 @pytest.mark.parametrize(
     ("number", "is_ignored"),
-    [(signal.SIGINT, False), (signal.SIGTERM, False), (signal.SIGTERM, True), (signal.SIGHUP, False)],
+    [
+        (signal.SIGINT, False),
+        (signal.SIGTERM, False),
+        (signal.SIGHUP, False),
+        pytest.param(signal.SIGTERM, True, marks=pytest.mark.nightly),  # which takes 15 s
+    ],
 )
 def test_a_signal_ends_every_process(project: Project, number: signal.Signals, is_ignored: bool):
     """Also a worker that ignores TERM, before SLURM would kill it: its KillWait is 30 s."""

@@ -30,7 +30,7 @@ from t5bench.report import compare as report
 from t5bench.report import tables, wandb_report
 from t5bench.report.page import render
 
-COUNT = int(os.environ.get("MUTATIONS", "100"))
+COUNT = int(os.environ.get("MUTATIONS", "40"))
 SEED = int(os.environ.get("SEED", "1"))
 HANGS_AFTER = 60  # seconds, on a busy machine
 

@@ -106,7 +106,7 @@ def planted(value: Any, at: tuple = ()) -> Iterator[tuple[tuple, Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("step", [8, pytest.param(1, marks=pytest.mark.nightly)], ids=["some", "all"])
+@pytest.mark.parametrize("step", [24, pytest.param(1, marks=pytest.mark.nightly)], ids=["some", "all"])
 def test_no_command_shows_a_text_of_a_record_raw(step: int, tmp_path: Path):
     """Every step-th text of a node's part, planted alone, so that one that a reader refuses hides no other; then the
     file names, the log and the lines of the metrics."""

@@ -127,8 +127,13 @@ def noisy(project: Project) -> None:
 
 @pytest.mark.parametrize(
     ("ends", "blocking", "full"),
-    [("itself", True, False), ("TERM", True, True), ("itself", False, True), ("TERM", False, False)],
-    ids=["unread", "term-full-from-the-start", "O_NONBLOCK-full", "term-O_NONBLOCK"],
+    [
+        pytest.param("itself", True, False, id="unread"),
+        pytest.param("TERM", False, True, id="term-O_NONBLOCK-full"),
+        pytest.param("TERM", True, True, id="term-full-from-the-start", marks=pytest.mark.nightly),
+        pytest.param("itself", False, True, id="O_NONBLOCK-full", marks=pytest.mark.nightly),
+        pytest.param("TERM", False, False, id="term-O_NONBLOCK", marks=pytest.mark.nightly),
+    ],
 )
 def test_a_pipe_that_nobody_reads(project: Project, ends: str, blocking: bool, full: bool):
     """A pager that waits, or a parent that only waits for the end."""
