@@ -76,6 +76,7 @@ GROUPS = {
         "import": ("t5bench.tools.convert.importing", "turn a Hugging Face model into a Megatron-DeepSpeed checkpoint"),
     },
     "for maintainers": {
+        "gate-score": ("gate_score.command", "count the public defects that each gate catches, and its false alarms"),
         "support": ("t5bench.choose.support", "print docs/generated/support.md: which strategies combine with what"),
         "settings": ("t5bench.plan.settings", "print docs/generated/settings.md, the page of all settings"),
         "record": ("t5bench.run.recorder", "write a node's record of a run (the launchers call this)"),

@@ -20,6 +20,7 @@ FOLDERS = {
     "t5bench_prove": "prove",
     "t5bench_planner_page": "planner-page",
     "t5bench_verify": "verify",
+    "gate_score": "gate-score",
 }
 
 

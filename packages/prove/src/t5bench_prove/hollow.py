@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
@@ -32,8 +33,12 @@ class HollowTensors(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if any(issubclass(one, DTensor) for one in types):
+            return NotImplemented  # it becomes operators on its local parts, and collectives
         if function.namespace == "c10d":
             return without_data(function, args, kwargs)
+        if function.namespace == "_c10d_functional":
+            return function(*args, **kwargs)
         if function is ATEN._local_scalar_dense.default and args[0].is_floating_point():
             return 1.0
         schema = function._schema

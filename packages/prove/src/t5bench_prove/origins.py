@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -31,6 +32,8 @@ REPLICA = "replica"
 REDUCES_IN_PLACE = {"allreduce_": "all-reduce", "allreduce_coalesced_": "all-reduce", "reduce_": "reduce"}
 SCATTERS = {"_reduce_scatter_base_", "reduce_scatter_tensor_coalesced_", "reduce_scatter_"}
 GATHERS = {"_allgather_base_", "allgather_", "allgather_into_tensor_coalesced_"}
+SILENT = {"barrier", "monitored_barrier_", "broadcast_"}  # after which no value differs that was equal
+FUNCTIONAL = "_c10d_functional"
 POINTWISE = {"add", "add_", "sub", "sub_", "mul", "mul_", "div", "div_"}
 COPIES = {"copy_", "clone", "_to_copy", "contiguous"}
 SUM = "SUM"
@@ -91,6 +94,8 @@ class Reduction:
     bytes: int
     operation: str = SUM
     """As PyTorch calls it."""
+    dtype: torch.dtype = torch.float32
+    """In which it adds."""
 
     def __str__(self) -> str:
         kind = self.kind if self.operation == SUM else f"{self.kind} ({self.operation})"
@@ -142,10 +147,19 @@ class Axes:
             return frozenset({TENSOR})
         return frozenset({SHARD, REPLICA}) if axis == DATA and self.shards else frozenset({axis} - {""})
 
+    def divides_tokens(self, axis: str) -> bool:
+        """Whether a part that is scattered along this axis is of other tokens than the other ranks'."""
+        return axis == TENSOR
+
     @property
     def of_data(self) -> frozenset[str]:
         """The axes along which ranks read other samples."""
         return frozenset({SHARD, REPLICA} if self.shards and self.shards < self.data else {DATA})
+
+
+def is_divided(types: Sequence[type]) -> bool:
+    """Whether an operator gets a DTensor."""
+    return any(issubclass(one, DTensor) for one in types)
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -263,17 +277,23 @@ class Origins(TorchDispatchMode):
     """Of what other stages send."""
     sent: list[tuple[tuple[int, int], Origin]] = field(default_factory=list)
     """Messages to other stages: from where to where, and what of."""
+    not_followed: set[str] = field(default_factory=set)
+    """Collectives of several ranks whose effect is not known."""
 
     def __post_init__(self) -> None:
         super().__init__()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if is_divided(types):
+            return NotImplemented  # a DTensor becomes operators on its local parts, and collectives
         if not self.is_on:
             return function(*args, **kwargs)
         name = function.__name__.partition(".")[0]
         if function.namespace == "c10d":
             return self.collective(function, name, args, kwargs)
+        if function.namespace == FUNCTIONAL and name != "wait_tensor":
+            return self.functional(function, name, args, kwargs)
         before = self.inputs(function, name, args, kwargs)
         result = function(*args, **kwargs)
         self.operator(function, name, args, kwargs, result, before)
@@ -438,6 +458,31 @@ class Origins(TorchDispatchMode):
                 self.memory.write(output, self.memory.read(given))
         return function(*args, **kwargs)
 
+    def functional(self, function: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """A collective that returns a new tensor, as DTensors call them."""
+        ranks = tuple(dist.get_process_group_ranks(dist.distributed_c10d._resolve_process_group(args[-1])))
+        result = function(*args, **kwargs)
+        outputs, given = tensors_of(result), tensors_of(args[0])
+        operation = args[1].upper() if len(args) > 1 and isinstance(args[1], str) else SUM
+        axis = self.axes.name(ranks) if len(ranks) > 1 else ""
+        times = factor_of(operation, ranks)
+        for output, tensor in zip(outputs, given, strict=True):
+            if len(ranks) == 1:
+                self.memory.write(output, self.memory.read(tensor))
+            elif name.startswith("all_reduce"):
+                self.reduced("all-reduce", tensor, ranks, axis, operation)
+                settled = self.memory.origin(tensor).without(self.axes.settled_by(axis)).times(times)
+                self.memory.write_whole(output, settled)
+            elif name.startswith("all_gather_into_tensor"):
+                self.gather(output, tensor, axis)
+            elif name.startswith("reduce_scatter_tensor"):
+                self.reduced("reduce-scatter", tensor, ranks, axis, operation)
+                self.scatter(output, tensor, axis, times)
+            else:
+                self.not_followed.add(f"{name} among {members(ranks)}")
+                self.memory.write_whole(output, self.memory.origin(tensor))
+        return result
+
     def among(self, name: str, args: Sequence[Any], ranks: tuple[int, ...], operation: str) -> None:
         """What a collective of several ranks does to the origins."""
         axis = self.axes.name(ranks)
@@ -463,11 +508,13 @@ class Origins(TorchDispatchMode):
                 else:
                     self.reduced("reduce-scatter", given, ranks, axis, operation)
                     self.scatter(output, given, axis, times)
+        elif name not in SILENT:
+            self.not_followed.add(f"{name.rstrip('_')} among {members(ranks)}")
 
     def reduced(self, kind: str, tensor: Tensor, ranks: tuple[int, ...], axis: str, operation: str) -> None:
         """Notes which gradients are added up, those that are the same on all these ranks, and what is no sum."""
         size = tensor.numel() * tensor.element_size()
-        reduction = Reduction(kind, ranks, axis, size, operation)
+        reduction = Reduction(kind, ranks, axis, size, operation, tensor.dtype)
         axes = self.axes.settled_by(axis)
         pieces = self.memory.covered(tensor)
         has_gradients = any(piece.origin.gradients for piece in pieces) and tensor.numel() > 1
@@ -489,11 +536,13 @@ class Origins(TorchDispatchMode):
         pieces = self.memory.covered(given)
         axes = self.axes.settled_by(axis)
         settled = [Piece(piece.start, piece.end, piece.origin.without(axes).times(times)) for piece in pieces]
-        if axis == TENSOR:
-            other = Origin(frozenset({TENSOR}))
+        has_gradients = any(piece.origin.gradients for piece in pieces)
+        is_of_tokens = self.axes.divides_tokens(axis) and not has_gradients
+        if is_of_tokens:
+            other = Origin(axes)
             settled = [Piece(piece.start, piece.end, piece.origin.with_(other)) for piece in settled]
         size = output.numel() * output.element_size()
-        if axis == TENSOR or given.numel() == 0:
+        if is_of_tokens or given.numel() == 0:
             whole = NOTHING
             for piece in settled:
                 whole = whole.with_(piece.origin)
