@@ -292,7 +292,7 @@ class Origins(TorchDispatchMode):
         name = function.__name__.partition(".")[0]
         if function.namespace == "c10d":
             return self.collective(function, name, args, kwargs)
-        if function.namespace == FUNCTIONAL and name != "wait_tensor":
+        if function.namespace == FUNCTIONAL:
             return self.functional(function, name, args, kwargs)
         before = self.inputs(function, name, args, kwargs)
         result = function(*args, **kwargs)
@@ -460,7 +460,11 @@ class Origins(TorchDispatchMode):
 
     def functional(self, function: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """A collective that returns a new tensor, as DTensors call them."""
-        ranks = tuple(dist.get_process_group_ranks(dist.distributed_c10d._resolve_process_group(args[-1])))
+        names = [value for value in (*args, *kwargs.values()) if isinstance(value, str)]
+        if not names:
+            return function(*args, **kwargs)  # waits for tensors, and returns them
+        group_name = names[-1]
+        ranks = tuple(dist.get_process_group_ranks(dist.distributed_c10d._resolve_process_group(group_name)))
         result = function(*args, **kwargs)
         outputs, given = tensors_of(result), tensors_of(args[0])
         operation = args[1].upper() if len(args) > 1 and isinstance(args[1], str) else SUM
