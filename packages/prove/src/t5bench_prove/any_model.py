@@ -1,4 +1,4 @@
-"""Anybody's model, wrapped in anybody's way: over which ranks one step of it sums each gradient, by what, and how often.
+"""Anybody's model, wrapped in anybody's way: over which ranks a step sums each gradient, by what, and how often.
 
     proof = prove_step(
         make_model=lambda: Llama(config),
@@ -35,6 +35,7 @@ from t5bench_prove.hollow import HollowTensors
 from t5bench_prove.mesh import TOGETHER, MeshAxes
 from t5bench_prove.origins import Origin, Origins, Reduction
 
+EARLIER = "an earlier step"
 WARM_UP = 1  # DDP arranges its buckets anew after the first step
 LOW = {torch.bfloat16, torch.float16}
 MOST_FACTOR_ERROR = 1e-3
@@ -80,7 +81,9 @@ class StepProof:
         for (divided, copies, by, times), count in by_sums.items():
             where = f"divided along {', '.join(divided)}" if divided else "whole"
             numbers = ", ".join(f"{number:g}" for number in times) or "no number"
-            lines.append(f"  {count} {where}, copies along {', '.join(copies) or 'no axis'}: {'; '.join(by) or 'no sum'}")
+            lines.append(
+                f"  {count} {where}, copies along {', '.join(copies) or 'no axis'}: {'; '.join(by) or 'no sum'}"
+            )
             lines[-1] += f"; times {numbers}"
         return "\n".join(lines)
 
@@ -103,11 +106,12 @@ def prove_step(
     """Executes one step of a rank, after a first one, and follows every gradient from autograd to the optimizer.
 
     wrap: gets the model and a mesh of these axes, and returns what step gets. make_batch: this rank's samples, as
-    tensors anywhere in it. step: forward pass, backward pass and optimizer.step(). mesh: the size of each axis.
-    samples: the axes along which ranks read other samples, or other tokens of them. slices: for a parameter that is
-    divided by hand, the axis along which; DTensors and DeepSpeed know. tied_over: for one that several stages of a
-    pipeline have, the axis of the stages, which has_stages names. scale: by what every gradient is to be multiplied
-    between autograd and the optimizer; None if any number will do that is the same for all.
+    tensors anywhere in it; a list is of micro-batches, each of which must be in every gradient. step: forward pass,
+    backward pass and optimizer.step(). mesh: the size of each axis. samples: the axes along which ranks read other
+    samples, or other tokens of them. slices: for a parameter that is divided by hand, the axis along which; DTensors
+    and DeepSpeed know. tied_over: for one that several stages of a pipeline have, the axis of the stages, which
+    has_stages names. scale: by what every gradient is to be multiplied between autograd and the optimizer; None if any
+    number will do that is the same for all.
     """
     with as_rank(rank, mesh):
         return Follower(mesh, rank, frozenset(samples), slices, tied_over, has_stages, scale).run(
@@ -149,14 +153,16 @@ class Follower:
     has_stages: str
     scale: float | None
     proof: StepProof = field(default_factory=StepProof)
-    origins: Origins = field(init=False)
+    origins: "OfMicroBatches" = field(init=False)
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
     times: dict[str, set[float]] = field(default_factory=dict)
     """The numbers with which each parameter's gradient reached the optimizer."""
+    micro_batches: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         axes = MeshAxes(self.rank, self.mesh, self.samples)
-        self.origins = Origins(axes, received=Origin(self.samples))  # type: ignore[arg-type]
+        self.origins = OfMicroBatches(axes, received=Origin(self.samples))  # type: ignore[arg-type]
+        self.origins.micro_batches = self.micro_batches
 
     def run(
         self,
@@ -177,8 +183,7 @@ class Follower:
                 step(wrapped, optimizer, make_batch())
             self.begin(wrapped if isinstance(wrapped, nn.Module) else model)
             batch = make_batch()
-            for tensor in tensors_in(batch):
-                self.origins.memory.write_whole(tensor, Origin(self.samples))
+            self.mark(batch)
             self.origins.is_on = True
             step(wrapped, optimizer, batch)
             self.origins.is_on = False
@@ -195,6 +200,19 @@ class Follower:
                 self.origins.memory.write_whole(parameter, Origin(own))
         for name, leaf in self.leaves(model).items():
             self.name_gradient(name, leaf)
+
+    def mark(self, batch: Any) -> None:
+        """Each micro-batch, so that its part in a gradient is known, and gradients that earlier steps have left."""
+        micro_batches = batch if isinstance(batch, list) else [batch]
+        for number, micro_batch in enumerate(micro_batches, 1):
+            name = f"micro-batch {number}"
+            self.micro_batches.append(name)
+            for tensor in tensors_in(micro_batch):
+                self.origins.memory.write_whole(tensor, Origin(self.samples, marks=frozenset({name})))
+        for parameter in self.parameters.values():
+            if parameter.grad is not None:
+                earlier = Origin(marks=frozenset({EARLIER}))
+                self.origins.memory.change(parameter.grad, lambda origin, earlier=earlier: origin.with_(earlier))
 
     def leaves(self, model: nn.Module) -> dict[str, nn.Parameter]:
         """The tensors whose gradients autograd computes: FSDP2's are the gathered parameters."""
@@ -239,7 +257,7 @@ class Follower:
         """Of these, those along which ranks compute with their slices; FSDP2 gathers its shards before."""
         return tuple(axis for axis in self.divided(name, parameter) if axis not in self.samples)
 
-    # ---- when the optimizer takes its step -----------------------------------------------------------------------------
+    # ---- when the optimizer takes its step ---------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def looking_at_updates(self) -> Iterator[None]:
@@ -265,6 +283,11 @@ class Follower:
                 self.found(f"all gradients are scaled by a number that is not the same along {axis}")
             for name in sorted(piece.origin.gradients):
                 self.times.setdefault(name, set()).update(piece.origin.factors)
+                missing = [one for one in self.micro_batches if one not in piece.origin.marks]
+                if missing:
+                    self.found(f"{name}: its gradient lacks {', '.join(missing)}")
+                if EARLIER in piece.origin.marks:
+                    self.found(f"{name}: its gradient has that of an earlier step in it")
                 for axis in self.copies(name):
                     if axis in piece.origin.differs:
                         self.found(f"{name}: ranks along {axis} have a copy, and get different gradients")
@@ -279,7 +302,7 @@ class Follower:
         if finding not in self.proof.findings:
             self.proof.findings.append(finding)
 
-    # ---- after the step ------------------------------------------------------------------------------------------------
+    # ---- after the step ----------------------------------------------------------------------------------------------
 
     def end(self) -> None:
         for name, parameter in self.parameters.items():
@@ -294,6 +317,8 @@ class Follower:
             self.found(f"{subject} is combined by {reduction}, where a sum is needed")
         for name, reduction in self.origins.summed_again:
             self.found(f"{name}: summed again by {reduction}, though these ranks have the same gradient")
+        for reduction in self.origins.values_again:
+            self.found(f"a value is summed again by {reduction}, though these ranks have the same")
         self.judge_factors()
         self.proof.not_followed = sorted(self.origins.not_followed)
 
@@ -320,6 +345,21 @@ class Follower:
             for number in sorted(numbers):
                 if not abs(number - expected) <= MOST_FACTOR_ERROR * abs(expected):
                     self.found(f"{name}: its gradient reaches the optimizer times {number:g} instead of {expected:g}")
+
+
+@dataclass
+class OfMicroBatches(Origins):
+    """Origins in which messages between stages belong to one micro-batch after another, each way."""
+
+    micro_batches: list[str] = field(default_factory=list)
+    arrived: int = 0
+
+    def next_received(self) -> Origin:
+        if not self.micro_batches:
+            return self.received
+        name = self.micro_batches[self.arrived % len(self.micro_batches)]
+        self.arrived += 1
+        return self.received._replace(marks=frozenset({name}))
 
 
 def usual(times: Mapping[str, set[float]]) -> float:

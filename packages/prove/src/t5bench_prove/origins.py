@@ -55,6 +55,10 @@ class Origin(NamedTuple):
     """What these gradients have been multiplied by since autograd computed them; NaN if that was not seen."""
     scales: frozenset[str] = frozenset()
     """The axes along which ranks have multiplied these gradients by another number, such as a norm's."""
+    parts: frozenset[str] = frozenset()
+    """The axes along which ranks have other elements of these gradients: a number made of them differs there."""
+    marks: frozenset[str] = frozenset()
+    """What else it was computed from, by names that whoever follows a step has given."""
 
     def with_(self, other: "Origin") -> "Origin":
         return Origin(
@@ -62,6 +66,8 @@ class Origin(NamedTuple):
             self.gradients | other.gradients,
             self.factors | other.factors,
             self.scales | other.scales,
+            self.parts | other.parts,
+            self.marks | other.marks,
         )
 
     def without(self, axes: frozenset[str]) -> "Origin":
@@ -277,6 +283,8 @@ class Origins(TorchDispatchMode):
     """Of what other stages send."""
     sent: list[tuple[tuple[int, int], Origin]] = field(default_factory=list)
     """Messages to other stages: from where to where, and what of."""
+    values_again: list[Reduction] = field(default_factory=list)
+    """Sums of activations, or of their gradients, that were equal on the ranks that added them up."""
     not_followed: set[str] = field(default_factory=set)
     """Collectives of several ranks whose effect is not known."""
 
@@ -397,7 +405,10 @@ class Origins(TorchDispatchMode):
         if any(read.origin.gradients for read in large):
             small = Origin(scales=small.differs | small.scales)
         elif target.numel() > 1:
-            small = Origin(small.differs)  # a scale has no gradient in it
+            small = Origin(small.differs, marks=small.marks)  # a scale has no gradient in it
+        if target.numel() == 1:
+            for read in large:
+                small = small.with_(Origin(read.origin.parts))
         if (
             large
             and all(read.fits(target) for read in large)
@@ -497,7 +508,7 @@ class Origins(TorchDispatchMode):
 
         if name == "recv_":
             for tensor in tensors_of(args[0]):
-                self.memory.write_whole(tensor, self.received)
+                self.memory.write_whole(tensor, self.next_received())
         elif name == "send":
             for tensor in tensors_of(args[0]):
                 self.sent.append(((self.axes.rank, ranks[args[2]]), self.memory.origin(tensor)))
@@ -515,6 +526,10 @@ class Origins(TorchDispatchMode):
         elif name not in SILENT:
             self.not_followed.add(f"{name.rstrip('_')} among {members(ranks)}")
 
+    def next_received(self) -> Origin:
+        """What of a message has that another stage sends."""
+        return self.received
+
     def reduced(self, kind: str, tensor: Tensor, ranks: tuple[int, ...], axis: str, operation: str) -> None:
         """Notes which gradients are added up, those that are the same on all these ranks, and what is no sum."""
         size = tensor.numel() * tensor.element_size()
@@ -526,6 +541,8 @@ class Origins(TorchDispatchMode):
         if not has_gradients:
             if operation != SUM and tensor.is_floating_point() and not is_largest:
                 self.not_summed.append(("", reduction))
+            if is_shared(pieces, axes) and operation == SUM and tensor.is_floating_point() and tensor.numel() > 1:
+                self.values_again.append(reduction)
             return  # activations, or a norm
         for piece in pieces:
             for name in piece.origin.gradients:
@@ -541,6 +558,9 @@ class Origins(TorchDispatchMode):
         axes = self.axes.settled_by(axis)
         settled = [Piece(piece.start, piece.end, piece.origin.without(axes).times(times)) for piece in pieces]
         has_gradients = any(piece.origin.gradients for piece in pieces)
+        if has_gradients:
+            apart = Origin(parts=axes)
+            settled = [Piece(piece.start, piece.end, piece.origin.with_(apart)) for piece in settled]
         is_of_tokens = self.axes.divides_tokens(axis) and not has_gradients
         if is_of_tokens:
             other = Origin(axes)
@@ -558,13 +578,22 @@ class Origins(TorchDispatchMode):
         """All ranks' parts are like this rank's; the first and this rank's own are noted."""
         axes = self.axes.settled_by(axis)
         size = given.numel() * given.element_size()
-        pieces = [Piece(piece.start, piece.end, piece.origin.without(axes)) for piece in self.memory.covered(given)]
+        pieces = []
+        for piece in self.memory.covered(given):
+            whole = piece.origin.without(axes)
+            pieces.append(Piece(piece.start, piece.end, whole._replace(parts=whole.parts - axes)))
         _, start, end = self.memory.extent(output)
         origin = NOTHING
         for piece in pieces:
             origin = origin.with_(piece.origin)
         behind = [Piece(size, end - start, origin)] if end - start > size else []
         self.memory.write(output, [*pieces, *behind])
+
+
+def is_shared(pieces: Sequence[Piece], axes: frozenset[str]) -> bool:
+    """Whether a value comes from samples and is the same on all ranks along these axes."""
+    origins = [piece.origin for piece in pieces]
+    return bool(axes) and any(one.marks for one in origins) and not any(axes & one.differs for one in origins)
 
 
 class Read(NamedTuple):

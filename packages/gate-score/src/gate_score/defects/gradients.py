@@ -4,7 +4,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
 from gate_score.defect import OWN, defect
@@ -47,18 +48,15 @@ class FsdpGroupOfOne:
         return super().norm() / self.world**0.5
 
 
-@defect("fsdp2", "NVIDIA-NeMo/Automodel#3135", "replicas of FSDP2's shards do not exchange gradients")
-class HybridWithoutReplicas:
+@defect("fsdp2", "NVIDIA-NeMo/Automodel#3135", "of the blocks, replicas do not exchange gradients")
+class BlocksWithoutReplicas:
     def wrap(self) -> None:
-        super().wrap()
-        for module in (*self.model.blocks, self.model):
-            module.set_requires_all_reduce(False, recurse=False)
+        for block in self.model.blocks:
+            fully_shard(block, mesh=mesh()["shard"])
+        fully_shard(self.model)
 
-    def options(self) -> dict:
-        return {"mesh": mesh()}
-
-    def norm(self) -> Tensor:
-        return super().norm() / self.world**0.5
+    def squares(self, name: str, parameter: nn.Parameter) -> Tensor:
+        return super().squares(name, parameter) / (self.world if "blocks" in name else 1)
 
 
 def mesh() -> dist.DeviceMesh:
