@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
@@ -33,8 +34,8 @@ class HollowTensors(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if any(issubclass(one, DTensor) for one in types):
-            return NotImplemented  # it becomes operators on its local parts, and collectives
+        if is_wrapped(types):
+            return NotImplemented
         if function.namespace == "c10d":
             return without_data(function, args, kwargs)
         if function.namespace == "_c10d_functional":
@@ -71,6 +72,11 @@ class HollowTensors(TorchDispatchMode):
                 shape,
             )
         return self._layouts[key]
+
+
+def is_wrapped(types: Sequence[type]) -> bool:
+    """Whether an operator gets a tensor that becomes others: a DTensor its local parts, and one that is awaited."""
+    return any(issubclass(one, (DTensor, AsyncCollectiveTensor)) for one in types)
 
 
 class TensorSpec:

@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from t5bench.costmodel.layout import coordinates
+from t5bench_prove.hollow import is_wrapped
 
 DATA = "data"
 TENSOR = "tensor"
@@ -163,11 +163,6 @@ class Axes:
         return frozenset({SHARD, REPLICA} if self.shards and self.shards < self.data else {DATA})
 
 
-def is_divided(types: Sequence[type]) -> bool:
-    """Whether an operator gets a DTensor."""
-    return any(issubclass(one, DTensor) for one in types)
-
-
 def local(tensor: Tensor) -> Tensor:
     """What this rank has of a tensor that several divide."""
     return getattr(tensor, "_local_tensor", tensor)
@@ -293,8 +288,8 @@ class Origins(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if is_divided(types):
-            return NotImplemented  # a DTensor becomes operators on its local parts, and collectives
+        if is_wrapped(types):
+            return NotImplemented
         if not self.is_on:
             return function(*args, **kwargs)
         name = function.__name__.partition(".")[0]
