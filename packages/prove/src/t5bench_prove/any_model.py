@@ -158,6 +158,8 @@ class Follower:
     times: dict[str, set[float]] = field(default_factory=dict)
     """The numbers with which each parameter's gradient reached the optimizer."""
     micro_batches: list[str] = field(default_factory=list)
+    has_own_part: bool = False
+    """Whether the optimizer has a part of all elements, as ZeRO gives it, in which a parameter may have none."""
 
     def __post_init__(self) -> None:
         axes = MeshAxes(self.rank, self.mesh, self.samples)
@@ -269,7 +271,9 @@ class Follower:
 
     def before_update(self, optimizer: Optimizer, *_: Any) -> None:
         if self.origins.is_on:
+            known = {id(parameter) for parameter in self.parameters.values()}
             for group in optimizer.param_groups:
+                self.has_own_part |= any(id(parameter) not in known for parameter in group["params"])
                 for parameter in group["params"]:
                     if parameter.grad is not None:
                         self.look_at(parameter.grad)
@@ -323,7 +327,7 @@ class Follower:
         self.proof.not_followed = sorted(self.origins.not_followed)
 
     def judge(self, name: str, parameter: nn.Parameter, done: list[Reduction]) -> None:
-        if name not in self.times:
+        if name not in self.times and not self.has_own_part:
             self.found(f"{name}: no gradient of it reaches the optimizer")
         along = {axis for reduction in done for axis in reduction.axis.split(TOGETHER)}
         needed = [axis for axis in self.copies(name) if axis in self.samples]
