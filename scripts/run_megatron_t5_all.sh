@@ -18,4 +18,4 @@ begin --dry-run "$@"
 export PYTHON
 # Not -m, for which Python looks in the current directory first: that may be another checkout.
 exec "$PYTHON" "$REPO_ROOT/t5bench" sweep "$@" --strategies="$STRATEGIES" --repeats "$REPEATS" --retries "$RETRIES" \
-  --launch "$LAUNCH" --runs-dir "$RUNS_DIR"
+  --launch "$LAUNCH" --recipe="$RECIPE" --runs-dir "$RUNS_DIR"

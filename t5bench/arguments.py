@@ -1,8 +1,11 @@
-"""The types of commands' arguments."""
+"""The types of commands' arguments, and those that several commands take."""
 
 import argparse
 from collections.abc import Callable
 from math import inf
+
+from t5bench import Problem
+from t5bench.costmodel.whole_training import WholeTraining
 
 
 def at_least(least: float, kind: type = int, most: float = inf) -> Callable[[str], float]:
@@ -21,3 +24,21 @@ def at_least(least: float, kind: type = int, most: float = inf) -> Callable[[str
         return found
 
     return number
+
+
+def add_whole_training(parser: argparse.ArgumentParser) -> None:
+    tokens = "also say the hours of a training of so many tokens, such as 20e9, and its tokens per second"
+    price = "with --tokens: what a GPU costs for an hour, in any currency; also say what the training costs"
+    parser.add_argument("--tokens", type=at_least(1, float), metavar="N", help=tokens)
+    parser.add_argument("--price", type=at_least(1e-9, float), metavar="AMOUNT", help=price)
+
+
+def asked_whole_training(args: argparse.Namespace) -> WholeTraining | None:
+    """None where nothing is asked. Raises Problem."""
+    tokens = getattr(args, "tokens", None)  # some commands over comparisons do not ask
+    price = getattr(args, "price", None)
+    if not tokens:
+        if price:
+            raise Problem("--price is given without --tokens", "Say how many tokens: --tokens 20e9")
+        return None
+    return WholeTraining(tokens, price)

@@ -7,7 +7,7 @@ arguments beside it, as ``add_arguments``; so have those in packages/.
 import argparse
 from pathlib import Path
 
-from t5bench.arguments import at_least
+from t5bench.arguments import add_whole_training, at_least
 
 CLUSTER = """\
 Checks all nodes at once over ssh, within a minute, and prints one table. About each node: whether it can be reached,
@@ -36,6 +36,7 @@ def runs_to_compare(parser: argparse.ArgumentParser) -> None:
 
 def compare(parser: argparse.ArgumentParser) -> None:
     runs_to_compare(parser)
+    add_whole_training(parser)
     formats = ("terminal", "markdown", "csv", "json")
     parser.add_argument("--format", choices=formats, default=formats[0], help="what to print (default: %(default)s)")
     watch = "redraw the table until every run of the sweep has ended (default: every 5 seconds)"
@@ -107,6 +108,8 @@ def sweep(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--retries", type=at_least(0, most=MOST_REPEATS), default=0, help="retries of a failed run")
     parser.add_argument("--launch", choices=["local", "ssh"], default="local", help="here, or on all hosts")
+    recipe = "run the fastest rows once more with these settings: DROPOUT=0.1 CLIP_GRAD=1"
+    parser.add_argument("--recipe", default="", metavar="SETTINGS", help=recipe)
     parser.add_argument("--dry-run", action="store_true", help="print what would run")
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from t5bench import Problem, note
-from t5bench.arguments import at_least
+from t5bench.arguments import add_whole_training, asked_whole_training, at_least
 from t5bench.choose.asked import (
     add_machine,
     add_model,
@@ -36,10 +36,10 @@ from t5bench.choose.space import (
     shown_first,
     which_to_run,
 )
-from t5bench.choose.whole_training import WholeTraining, add_whole_training
 from t5bench.costmodel.machine import DEVICES, GIB
 from t5bench.costmodel.prediction import with_link
 from t5bench.costmodel.presets import NOTES
+from t5bench.costmodel.whole_training import WholeTraining
 from t5bench.packages import imported
 from t5bench.printed_table import table
 
@@ -97,7 +97,7 @@ def rank(args: argparse.Namespace) -> int:
     if args.model in NOTES:
         note(f"{args.model}: {NOTES[args.model]}")
     name_keys_not_read(args.model)
-    whole = WholeTraining.of(args)
+    whole = asked_whole_training(args)
     sizes = numbers_of_gpus(args.gpus or "")
     if not args.device:
         raise Problem("--device is missing", f"Choose from: {' '.join(DEVICES)}")

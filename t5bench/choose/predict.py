@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from t5bench import Problem, note
-from t5bench.arguments import at_least
+from t5bench.arguments import add_whole_training, asked_whole_training, at_least
 from t5bench.choose.asked import (
     AskedLengths,
     add_machine,
@@ -26,7 +26,6 @@ from t5bench.choose.asked import (
     settings_of,
     vocabulary_of,
 )
-from t5bench.choose.whole_training import WholeTraining, add_whole_training
 from t5bench.costmodel import schedule, time
 from t5bench.costmodel.job import Job
 from t5bench.costmodel.machine import GIB
@@ -34,6 +33,7 @@ from t5bench.costmodel.memory import activation_bytes, in_flight
 from t5bench.costmodel.prediction import Prediction, with_link
 from t5bench.costmodel.presets import NOTES
 from t5bench.costmodel.time import CPU
+from t5bench.costmodel.whole_training import WholeTraining
 from t5bench.packages import imported
 from t5bench.plan.launchers import all_declarations, declarations, with_slurm_hosts
 from t5bench.plan.planner import plan
@@ -102,7 +102,7 @@ def predict(args: argparse.Namespace) -> int:
     if args.model in NOTES:
         note(f"{args.model}: {NOTES[args.model]}")
     name_keys_not_read(args.model)
-    whole = WholeTraining.of(args)
+    whole = asked_whole_training(args)
     calibrated = None
     slower = None
     if args.calibrate:

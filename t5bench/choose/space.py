@@ -16,6 +16,7 @@ from t5bench.costmodel.machine import GIB, Machine
 from t5bench.costmodel.memory import SURE
 from t5bench.costmodel.prediction import Prediction
 from t5bench.costmodel.schedule import GPIPE, INTERLEAVED, ONE_F_ONE_B, ZERO_BUBBLE, interleaving_fault
+from t5bench.costmodel.ties import TIES, place_in_a_tie
 from t5bench.plan.families import FAMILIES
 from t5bench.plan.layout import LEAST_INTERLEAVED
 
@@ -352,10 +353,6 @@ def best_to_run(candidates: Sequence[Candidate]) -> Candidate:
     return (sure or startable or candidates)[0]
 
 
-TIES = "the least memory (in whole GiB), then the fewest settings"
-"""Which of the layouts that cannot be told apart to run, everywhere in this project."""
-
-
 def one_to_run(candidates: Sequence[Candidate]) -> Candidate:
     """Of the layouts that are not surely slower than the fastest, that surely fit and that the launchers can start, the
     one that TIES names; if there is none, the best to run. candidates: sorted by time."""
@@ -367,7 +364,7 @@ def one_to_run(candidates: Sequence[Candidate]) -> Candidate:
 
 def first_of_ties(equal: Sequence[Candidate]) -> Candidate:
     """The one that TIES names, of layouts that cannot be told apart."""
-    return min(equal, key=lambda each: (round(each.memory_bytes / GIB), each.count_of_settings, each.seconds))
+    return min(equal, key=lambda each: place_in_a_tie(each.memory_bytes, each.count_of_settings, each.seconds))
 
 
 def startable_ties(candidates: Sequence[Candidate]) -> list[Candidate]:

@@ -110,7 +110,7 @@ def refuse(runs: Sequence[Run], baseline: str, allowed: Collection[str]) -> None
     for run in runs:
         known |= dict.fromkeys(name for name in compared(run) if not name.startswith("-"))
     known[ENGINE_ARGUMENTS] = None
-    unknown = [name for name in allowed if name not in known]
+    unknown = [name for name in allowed if name not in known and name not in BY_NAME]  # earlier ones were compared
     if unknown:
         raise Problem(f"--allow {unknown[0]} is not known", f"It may be one of: {' '.join(known)}")
     lines: dict[str, list[str]] = {}

@@ -15,6 +15,8 @@ from t5bench.compare.repeats import FEWEST_REPEATS, against_the_fastest, exclude
 from t5bench.compare.rows import MeasuredRun, Row, distinctions, group_runs, labels, limits, make_row
 from t5bench.compare.statistics import Estimate
 from t5bench.costmodel import time
+from t5bench.costmodel.ties import TIES
+from t5bench.costmodel.whole_training import WholeTraining
 from t5bench.record.run import Run
 from t5bench.record.samples import Observations
 from t5bench.text import processes
@@ -44,6 +46,8 @@ class Comparison:
     problems: Sequence[str]
     notes: Sequence[str]
     predicted_by: Sequence[str] = ()
+    whole: WholeTraining | None = None
+    """The training whose hours are asked, too."""
 
     @property
     def rows(self) -> list[Row]:
@@ -71,7 +75,8 @@ class Comparison:
         """Everything, in the units that the keys name; nan and inf are text."""
         groups = []
         for group in self.groups:
-            groups.append({"world_size": group.world_size, "rows": [_row_json(row) for row in group.rows]})
+            rows = [_row_json(row) | _whole_json(row, self.whole) for row in group.rows]
+            groups.append({"world_size": group.world_size, "rows": rows})
         return to_builtins(
             {
                 "baseline": self.baseline,
@@ -129,6 +134,14 @@ def _row_json(row: Row) -> dict[str, Any]:
         "limits": limits(row),
         "runs": [_run_json(entry) for entry in row.measured or [MeasuredRun(run, None, Observations())]],
     }
+
+
+def _whole_json(row: Row, whole: WholeTraining | None) -> dict[str, Any]:
+    """What a whole training takes, where that is asked and the row has a time."""
+    if not whole or not row.tokens_per_second:
+        return {}
+    rate = row.tokens_per_second.median
+    return {"whole_training": {"hours": whole.hours(rate), "price": whole.cost(rate, row.run.world_size)}}
 
 
 def _run_json(entry: MeasuredRun) -> dict[str, Any]:
@@ -344,4 +357,7 @@ def _fastest(world_size: int, rows: Sequence[Row]) -> str:
         return f"{start} {first} was fastest in this run ({speed}). {needs} whether that holds against {unranked}."
     unclear = ", ".join(labels[other] for other, faster in ratios.items() if not excludes_one(faster))
     why = "the intervals of their ratios over the repeats include 1"
-    return f"{start} there is no clear difference between {first} ({speed}) and {unclear}: {why}."
+    tied = [number, *(other for other, faster in ratios.items() if not excludes_one(faster))]
+    chosen = min(tied, key=lambda place: rows[place].place_in_a_tie)
+    take = f"Of these, take the one with {TIES}: {labels[chosen]}"
+    return f"{start} there is no clear difference between {first} ({speed}) and {unclear}: {why}. {take}."

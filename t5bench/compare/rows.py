@@ -19,11 +19,13 @@ from t5bench.costmodel import flops, time
 from t5bench.costmodel.job import Job, Zero
 from t5bench.costmodel.machine import device_of, peak_tflops
 from t5bench.costmodel.prediction import Prediction, machine_of
+from t5bench.costmodel.ties import place_in_a_tie
 from t5bench.record import samples
 from t5bench.record.reader import seconds
 from t5bench.record.run import Run
 from t5bench.record.status import COMPLETE, iterations_expected
 
+METHODS = ("method", "micro-batch")  # roles of settings in which rows of one strategy differ
 MARK_OF_ALONE = "\N{DAGGER}"
 _ALONE = (
     f"{MARK_OF_ALONE} fewer than {FEWEST_REPEATS} repeats: these figures and intervals describe these runs only. On a "
@@ -155,6 +157,15 @@ class Row:
         return 0 < len(self.repeats) < FEWEST_REPEATS
 
     @property
+    def place_in_a_tie(self) -> tuple[int, int, float]:
+        """Of a row that has a time: what decides between it and those that cannot be told from it."""
+        assert self.milliseconds
+        memory = max(self.peak_memory.values(), default=0.0) * 2**20
+        settings = self.run.plan.settings.values()
+        chosen = [one for one in settings if one.role in (*METHODS, "layout") and not one.is_default]
+        return place_in_a_tie(memory, len(chosen), self.milliseconds.median)
+
+    @property
     def on_gpu(self) -> bool:
         return self.run.plan.device == "cuda"
 
@@ -206,7 +217,7 @@ def distinctions(run: Run) -> dict[str, Any]:
         "gradients": reduction_of(run),
         "EVAL_ONLY": run.plan.value("EVAL_ONLY", "0"),  # an evaluation has no times, and another loss
         "batch": _batch(run),
-        **{name: setting.value for name, setting in settings.items() if setting.role == "method"},
+        **{name: setting.value for name, setting in settings.items() if setting.role in METHODS},
         "ds_config": json.dumps(run.plan.ds_config, sort_keys=True),
     }
 

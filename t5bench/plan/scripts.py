@@ -39,10 +39,11 @@ SCRIPTS: Mapping[str, Sequence[Declaration]] = {
         _setting("RUNS_DIR", FilePath(), "{repository}/outputs/quickstart/{family_prefix}{engine}", "Directory of the runs; complete runs in it are not repeated"),
     ),
     "run_megatron_t5_all": (
-        _setting("STRATEGIES", _OPTIONAL_TEXT, "", "Strategies to run, separated by spaces (unset: all); zero1-tp2 is zero1 with TENSOR_PARALLEL_SIZE=2"),
+        _setting("STRATEGIES", _OPTIONAL_TEXT, "", "Strategies to run, separated by spaces (unset: all); zero1-tp2-mb4 is zero1 with TENSOR_PARALLEL_SIZE=2 and MICRO_BATCH_SIZE=4"),
         _setting("REPEATS", Integer(1), "1", "Runs of each strategy, interleaved so that slow changes of the machine affect all equally"),
         _setting("RETRIES", Integer(0), "1", "Retries of a failed run, once all others have run"),
         _setting("LAUNCH", OneOf(("local", "ssh")), "local", "local (on this machine), or ssh (on the nodes of HOSTS or SLURM, from this one terminal)"),
+        _setting("RECIPE", _OPTIONAL_TEXT, "", "Your own recipe, such as 'DROPOUT=0.1 CLIP_GRAD=1': the three fastest rows run once more with it, and the comparison says whether their order holds"),
         _setting("RUNS_DIR", FilePath(), "{repository}/outputs/{family_prefix}all", "Directory of the runs; complete runs in it are not repeated"),
     ),
     "search": (

@@ -42,13 +42,17 @@ class Role:
     """A comparison reports that runs differ in it."""
 
 
-RoleName: TypeAlias = Literal["model", "recipe", "load", "method", "layout", "place", "watch", "label"]
+RoleName: TypeAlias = Literal["model", "recipe", "load", "micro-batch", "method", "layout", "place", "watch", "label"]
 COMPARED_HEADING = "The model, its data and its processes: only runs with equal values are compared"
 # In the order of --help, where roles with one heading are one group.
 ROLES: Mapping[str, Role] = {
     "model": Role(COMPARED_HEADING, compared=True, trains=True, kept=True),
     "recipe": Role("Recipe (changes the loss curve)", trains=True, kept=True, told=True),
     "load": Role(COMPARED_HEADING, compared=True, kept=True),
+    # Its size changes the cost, and the curve where micro-batches have unequally many targets, or dropout.
+    "micro-batch": Role(
+        "Micro-batches (another cost, and mostly another loss curve)", trains=True, kept=True, told=True
+    ),
     "method": Role("Method (same loss, different cost)", kept=True, told=True),
     "layout": Role("Processes and devices"),
     "place": Role("Hosts and paths, which may differ between nodes", local=True),
@@ -294,7 +298,7 @@ TABLE: Sequence[Declaration] = (
     Declaration("VOCABULARY_MULTIPLE", Integer(1), "model", "", "128", "The vocabulary is padded to a multiple of this in every layout"),
     Declaration("DROPOUT", Decimal(), "model", "--attention-dropout,--hidden-dropout", "0.1", "Dropout of hidden states and attention weights"),
     Declaration("GLOBAL_BATCH_SIZE", Integer(1), "model", "--global-batch-size", "16", "Global batch size"),
-    Declaration("MICRO_BATCH_SIZE", Integer(1), "model", "--micro-batch-size", "1", "Per-GPU micro-batch size"),
+    Declaration("MICRO_BATCH_SIZE", Integer(1), "micro-batch", "--micro-batch-size", "1", "Per-GPU micro-batch size (a sweep also takes best, and several)"),
     Declaration("PRECISION_FLAG", OneOf(PRECISIONS, optional=True), "model", "=", "--bf16", "--bf16, --fp16, or empty for fp32"),
     Declaration("FLASH_ATTENTION", OneOf(("auto", "on", "off")), "method", "", "auto", "auto, on or off: for the decoder's self-attention, on CUDA in bf16 or fp16"),
     Declaration("GRADIENT_REDUCTION", OneOf(("default", "fp32")), "method", "", "default", "ZeRO reduces gradients in the training precision (default), or in fp32 as DDP does (fp32)"),
@@ -351,6 +355,8 @@ LAYOUT_SETTINGS = (
     "FSDP_KEEP_PARAMETERS",
     "ZERO_REDUCE_ONCE",
 )
+# What a sweep that shows equality sets otherwise than the user would.
+OWN_RECIPE = ("DROPOUT", "CLIP_GRAD", "PRECISION_FLAG")
 
 
 def family_prefix(family: str) -> str:

@@ -15,12 +15,14 @@ from pathlib import Path
 from statistics import mean
 
 from t5bench import Problem
+from t5bench.arguments import asked_whole_training
 from t5bench.command_lines import DEFAULT_RUNS
 from t5bench.compare.comparison import Comparison, build
+from t5bench.compare.recipe import RECIPE_RUNS, sentence
 from t5bench.record import records
 from t5bench.record.files import RecordError
 from t5bench.record.reader import UNFORESEEN, seconds
-from t5bench.record.status import RUNNING
+from t5bench.record.status import COMPLETE, RUNNING
 from t5bench.report import tables
 from t5bench.report.picture import panels, text
 from t5bench.text import steer, visible
@@ -41,7 +43,20 @@ SUFFIXES = {"markdown": "md", "csv": "csv", "json": "json"}
 def compare(arguments: argparse.Namespace) -> Comparison:
     """The comparison that the arguments of add_run_arguments ask for. Raises Problem."""
     runs, damaged = load_runs(run_directories(arguments.runs))
-    return comparison_of(runs, damaged, arguments.baseline, arguments.allow, arguments.peak_tflops)
+    whole = asked_whole_training(arguments)
+    comparison = comparison_of(runs, damaged, arguments.baseline, arguments.allow, arguments.peak_tflops)
+    return replace(comparison, whole=whole)
+
+
+def with_other_recipe(comparison: Comparison) -> Comparison:
+    """With one more sentence, where the sweep's fastest rows also ran with another recipe. Raises Problem."""
+    folder = sweep_root([run.directory for run in comparison.runs]) / RECIPE_RUNS
+    directories = list(find_runs(folder)) if folder.is_dir() else []
+    if not directories:
+        return comparison
+    complete = [run for run in load_runs(directories)[0] if run.status == COMPLETE]
+    said = sentence(comparison, build(complete, comparison.baseline)) if complete else ""
+    return replace(comparison, verdicts=[*comparison.verdicts, said]) if said else comparison
 
 
 def load_runs(directories: Sequence[Path], from_log: bool = False) -> tuple[list[records.Run], list[str]]:
@@ -235,7 +250,7 @@ def progress(runs: Sequence[records.Run], now: float) -> tuple[str, bool]:
 
 def draw(arguments: argparse.Namespace) -> bool:
     """Draws the table of a sweep that goes on; whether every run has ended."""
-    comparison = compare(arguments)
+    comparison = with_other_recipe(compare(arguments))
     how_far, is_over = progress(comparison.runs, time.time())
     if sys.stdout.isatty():
         steer(sys.stdout, CLEAR_SCREEN)
@@ -247,7 +262,7 @@ def run(arguments: argparse.Namespace) -> int:
     with contextlib.suppress(KeyboardInterrupt):
         while arguments.watch and not draw(arguments):
             time.sleep(max(arguments.watch, 0.1))
-    comparison = compare(arguments)
+    comparison = with_other_recipe(compare(arguments))
     output = arguments.output or default_output(arguments.runs, comparison.runs)
     page = write(comparison, output)
     if arguments.format == "terminal":

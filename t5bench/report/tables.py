@@ -16,6 +16,7 @@ from t5bench.compare.interval import CONFIDENCE
 from t5bench.compare.rows import MARK_OF_ALONE, Row, bytes_text
 from t5bench.compare.statistics import Estimate, Timing
 from t5bench.costmodel.parameters import parameters
+from t5bench.costmodel.whole_training import WholeTraining
 from t5bench.printed_table import text_table
 from t5bench.profile.parts import BUBBLE, Profile, read_profile, shares
 from t5bench.record.files import PROFILE, RecordError
@@ -220,6 +221,10 @@ def _interval_of(row: Row) -> str | None:
     return "this run alone" if row.alone else "repeats"
 
 
+def micro_batch_of(row: Row) -> int:
+    return int(row.run.plan.number("MICRO_BATCH_SIZE"))
+
+
 def mark(row: Row) -> str:
     """What a label ends with when a remark says how the row differs from the baseline, or what its intervals lack."""
     of_alone = MARK_OF_ALONE if row.alone else ""
@@ -240,6 +245,7 @@ def all_columns(comparison: Comparison) -> list[Column]:
     device = "GPU" if on_gpu else "host"
     process = "GPU" if on_gpu else "process"
     all_complete = all(row.complete for row in rows)
+    whole = comparison.whole
     loopback = " (loopback)" if any(map(is_on_loopback, rows)) else ""
     return [
         Column(
@@ -261,6 +267,12 @@ def all_columns(comparison: Comparison) -> list[Column]:
             importance=60,
             show="{0.tp}/{0.pp}/{0.dp}".format,
             alignment="center",
+        ),
+        Column(
+            title="micro-batch" if len({micro_batch_of(row) for row in rows}) > 1 else "",
+            fields="micro_batch",
+            value=micro_batch_of,
+            importance=59,
         ),
         Column(
             title="",
@@ -294,10 +306,14 @@ def all_columns(comparison: Comparison) -> list[Column]:
             metric="samples per second",
         ),
         Column(
-            title="",
+            title="tokens/s" if whole else "",
             fields="tokens_per_second",
             value=lambda row: row.tokens_per_second,
+            importance=35,
+            show=estimate_text,
         ),
+        *([_hours(whole)] if whole else []),
+        *([_price(whole)] if whole and whole.price else []),
         Column(
             title=f"x {base}",
             fields="throughput_ratio ratio_low ratio_high",
@@ -424,6 +440,28 @@ def all_columns(comparison: Comparison) -> list[Column]:
             value=lambda row: "; ".join(row.marks),
         ),
     ]
+
+
+def _hours(whole: WholeTraining) -> Column:
+    """Of a whole training at the row's rate."""
+    return Column(
+        title=whole.title_of_hours,
+        fields="hours",
+        value=lambda row: row.tokens_per_second and whole.hours(row.tokens_per_second.median),
+        importance=88,
+        show=_three_digits,
+    )
+
+
+def _price(whole: WholeTraining) -> Column:
+    """Of a whole training at the row's rate."""
+    return Column(
+        title=whole.title_of_price,
+        fields="price",
+        value=lambda row: row.tokens_per_second and whole.cost(row.tokens_per_second.median, row.run.world_size),
+        importance=87,
+        show=_three_digits,
+    )
 
 
 def columns(comparison: Comparison) -> list[Column]:

@@ -8,6 +8,7 @@ stops what it started. The repository must be at the same path on every host.
 import contextlib
 import json
 import os
+import re
 import secrets
 import shlex
 import subprocess
@@ -16,6 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from t5bench import REPOSITORY, Problem, note
 from t5bench.checkpoint_form import TRACKER
@@ -41,6 +43,11 @@ SSH_FAILED = 255
 GRACE_SECONDS = 45
 # Launchers that plan at the same time; each takes half a second, most of it on one core.
 PLANNING_THREADS = 4
+# What a run does without that is made only for its time.
+UNWATCHED = {
+    **{"SAVE_INTERVAL": "0", "EVAL_ITERS": "0", "EVAL_ONLY": "0", "PROFILE_ITERATION": "0", "RESUME": "0"},
+    "WANDB_MODE": "disabled",
+}
 # The environment variables that a host receives besides the settings.
 ALSO_SENT = (
     "PATH", "PYTHON", "NCCL_", "GLOO_", "CUDA_VISIBLE_DEVICES", "OMP_", "HF_", "TORCH_", "UCX_", "FI_", "WANDB_",
@@ -278,14 +285,11 @@ class Launch:
             settings |= {**launchers.ALONE, "MASTER_PORT": port}
         if row.processes:
             settings["NPROC_PER_NODE"] = str(row.processes // len(self._hosts))
-        _, tensor = with_size(row.strategy)
-        if tensor:
-            settings["TENSOR_PARALLEL_SIZE"] = tensor
-        return settings
+        return settings | with_size(row.strategy).settings
 
     def _script(self, row: PlannedRun, directory: Path, rank: int, end: str) -> str:
         """The script for a host's bash; in ``end`` the launcher is called ``launch``."""
-        name, _ = with_size(row.strategy)
+        name = with_size(row.strategy).strategy
         command = ["bash", str(launchers.launcher(name))]
         lines = [f"echo '{BEGINS}'"]
         master = self._hosts[0]
@@ -306,7 +310,7 @@ class Launch:
         """The plan of a host. Raises Problem if it prints none."""
         host = self._hosts[rank]
         if not host:
-            name, _ = with_size(row.strategy)
+            name = with_size(row.strategy).strategy
             return plan({**self._environment, **self._settings(row, directory)}, name, self._arguments)
         result = subprocess.run(
             shell(host),
@@ -354,19 +358,32 @@ class Launch:
         return result.returncode == 0
 
 
-def with_size(name: str) -> tuple[str, str]:
-    """A strategy, and the tensor-parallel size of "zero1-tp2", "" if none is given."""
-    strategy, _, size = name.partition("-tp")
-    if size.isdecimal():
-        return strategy, size
-    return name, ""
+class Sized(NamedTuple):
+    """A strategy with the sizes of its name, "" for one that it does not say."""
+
+    strategy: str
+    tensor: str
+    micro_batch: str
+
+    @property
+    def settings(self) -> dict[str, str]:
+        sizes = {"TENSOR_PARALLEL_SIZE": self.tensor, "MICRO_BATCH_SIZE": self.micro_batch}
+        return {name: size for name, size in sizes.items() if size}
+
+
+def with_size(name: str) -> Sized:
+    """What "zero1-tp2-mb4" is: zero1, with TENSOR_PARALLEL_SIZE=2 and MICRO_BATCH_SIZE=4."""
+    found = re.fullmatch(r"(.+?)(?:-tp([0-9]+))?(?:-mb([0-9]+))?", name)
+    assert found
+    strategy, tensor, micro_batch = found.groups("")
+    return Sized(strategy, tensor, micro_batch)
 
 
 def choose(names: Sequence[str]) -> list[str]:
     """These strategies without repetitions; by default all. Raises Problem."""
     known = [strategy.name for strategy in launchers.declarations()]
     for name in names:
-        strategy = with_size(name)[0]
+        strategy = with_size(name).strategy
         needed = launchers.left_out().get(strategy)
         if needed:
             raise Problem(f"{strategy} needs {needed}", f"Set it for all, or choose from: {' '.join(known)}")
@@ -375,12 +392,15 @@ def choose(names: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(names)) or known
 
 
+def name_of_row(strategy: str, processes: int | None) -> str:
+    return f"{strategy}-{processes}" if processes else strategy
+
+
 def plan_runs(
     launch: Launch, runs_dir: Path, strategies: Iterable[str], processes: int | None = None
 ) -> list[PlannedRun]:
     """A row for each strategy that can run; for each reason, says once which strategies cannot."""
-    suffix = f"-{processes}" if processes else ""
-    wanted = [PlannedRun(f"{strategy}{suffix}", strategy, processes) for strategy in strategies]
+    wanted = [PlannedRun(name_of_row(strategy, processes), strategy, processes) for strategy in strategies]
     with ThreadPoolExecutor(PLANNING_THREADS) as threads:
         plans = list(threads.map(lambda row: launch.ask(row, runs_dir / "plan"), wanted))
     rows: list[PlannedRun] = []

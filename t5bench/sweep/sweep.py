@@ -7,11 +7,12 @@ import argparse
 import contextlib
 import math
 import os
+import shlex
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -19,6 +20,8 @@ from statistics import fmean
 
 from t5bench import Interrupted, Problem, note, raise_on_signals
 from t5bench.checkpoint_form import TRACKER
+from t5bench.compare.comparison import build
+from t5bench.compare.recipe import RECIPE_RUNS, fastest_rows
 from t5bench.plan import launchers, run_lock
 from t5bench.plan.engine import extension_locks
 from t5bench.plan.resume import misfits
@@ -26,8 +29,11 @@ from t5bench.record import log
 from t5bench.record.files import RecordError
 from t5bench.record.plan import Plan
 from t5bench.record.records import load, looks_like_run, read_list, read_metrics, write_list
+from t5bench.record.settings import BY_NAME, OWN_RECIPE
 from t5bench.record.status import COMPLETE, CONFIGURATION, EXIT_CODES
-from t5bench.sweep.launch import Launch, PlannedRun, Started, choose, plan_baselines, plan_runs
+from t5bench.sweep.duration import how_long
+from t5bench.sweep.launch import UNWATCHED, Launch, PlannedRun, Started, choose, plan_baselines, plan_runs
+from t5bench.sweep.micro_batches import TRIALS, also_at, asked_sizes, best_rows, planned_trials
 from t5bench.sweep.order import balanced_orders
 from t5bench.text import steer
 from t5bench.unread import never_wait, wait_for_readers
@@ -37,6 +43,7 @@ SECONDS = 0.1  # between looks at a run
 PROGRESS_SECONDS = 2.0  # on a terminal
 LINE_SECONDS = 30.0  # in a file, where each report is a line
 BAR_WIDTH = 20
+GOES_ON = "Run the same command again to continue."
 
 
 def run(args: argparse.Namespace) -> int:
@@ -44,7 +51,9 @@ def run(args: argparse.Namespace) -> int:
     never_wait("stdout", "stderr")  # nor the next run
     raise_on_signals()
     group = os.environ.get("WANDB_RUN_GROUP") or args.runs_dir.name
-    launch = Launch({"WANDB_RUN_GROUP": group}, over_ssh=args.launch == "ssh")
+    asked = asked_sizes(os.environ.get("MICRO_BATCH_SIZE", ""))
+    launch = Launch({"WANDB_RUN_GROUP": group, "MICRO_BATCH_SIZE": asked.first}, over_ssh=args.launch == "ssh")
+    recipe = asked_recipe(args.recipe)
     names = args.strategies.split()
     rows = plan_runs(launch, args.runs_dir, choose(names))
     if not names:
@@ -52,20 +61,34 @@ def run(args: argparse.Namespace) -> int:
     rows += plan_baselines(launch, args.runs_dir, rows)
     if not rows:
         raise Problem("no strategy can run here", "The reasons are above")
-    runs = in_order(rows, args.repeats, args.runs_dir)
+    of_all = rows if asked.sizes else []  # beside each one's best
+    of_all = [*of_all, *also_at(asked.sizes[1:], launch, args.runs_dir, rows)]
+    runs = in_order(of_all, args.repeats, args.runs_dir)
     check_settings(runs)
     if args.dry_run:
+        for line in planned_trials(rows) if asked.wants_best else []:
+            print(line)
         for directory in runs:
             print("complete " if is_complete(directory) else "run      ", directory)
+        tell_duration(runs, args.runs_dir)
         return 0
-    try:
+    with writing_to(args.runs_dir):
         run_lock.take(args.runs_dir, "sweep", os.getpid())
-        write_list(args.runs_dir, [str(directory.relative_to(args.runs_dir)) for directory in runs])
-    except OSError as error:
-        raise Problem(f"cannot write to {args.runs_dir}: {error.strerror}", "Choose another RUNS_DIR") from error
     run_lock.keep(args.runs_dir, "sweep")
+    if asked.wants_best:
+        over_ssh = args.launch == "ssh"
+        of_all += best_rows(rows, asked, args.runs_dir, over_ssh, make_trial)
+        runs = in_order(of_all, args.repeats, args.runs_dir)
+        check_settings(runs)
+        if not runs:
+            raise Problem("no strategy ran at any micro-batch", f"The logs are in {args.runs_dir / TRIALS}")
+    with writing_to(args.runs_dir):
+        write_list(args.runs_dir, [str(directory.relative_to(args.runs_dir)) for directory in runs])
     try:
-        began = run_all(launch, runs, args.runs_dir, args.retries, "Run the same command again to continue.")
+        tell_duration(runs, args.runs_dir)
+        began = run_all(launch, runs, args.runs_dir, args.retries, GOES_ON)
+        if recipe:
+            run_with_recipe(recipe, args, runs)
     finally:
         with contextlib.suppress(OSError, RecordError):
             list_by_start(args.runs_dir)
@@ -73,6 +96,57 @@ def run(args: argparse.Namespace) -> int:
     status = compare(list(runs), args.runs_dir)
     # A node that waited for a refusing one may have left a record, but nothing was trained.
     return status if began else EXIT_CODES[CONFIGURATION]
+
+
+@contextlib.contextmanager
+def writing_to(runs_dir: Path) -> Iterator[None]:
+    """Raises Problem where the block cannot write there."""
+    try:
+        yield
+    except OSError as error:
+        raise Problem(f"cannot write to {runs_dir}: {error.strerror}", "Choose another RUNS_DIR") from error
+
+
+def tell_duration(runs: Mapping[Path, PlannedRun], runs_dir: Path) -> None:
+    """Of the runs that are still to be made."""
+    said = how_long({path: row for path, row in runs.items() if not is_complete(path)}, runs_dir)
+    if said:
+        note(said)
+
+
+def make_trial(launch: Launch, directory: Path, row: PlannedRun) -> None:
+    """A short run for its time alone, unless it is complete. Raises Problem and Interrupted."""
+    check_settings({directory: row})
+    run_all(launch, {directory: row}, directory.parent.parent, goes_on=GOES_ON)
+
+
+def asked_recipe(text: str) -> dict[str, str]:
+    """The settings of another recipe, such as "DROPOUT=0.1 CLIP_GRAD=1". Raises Problem."""
+    found = {}
+    for word in shlex.split(text):
+        name, separator, value = word.partition("=")
+        if name not in OWN_RECIPE or not separator:
+            raise Problem(f"RECIPE has '{word}'", f"Give one or more of {', '.join(OWN_RECIPE)}, each as NAME=VALUE")
+        fault = BY_NAME[name].kind.fault(name, value)
+        if fault:
+            raise Problem(*fault)
+        found[name] = value
+    return found
+
+
+def run_with_recipe(recipe: Mapping[str, str], args: argparse.Namespace, runs: Mapping[Path, PlannedRun]) -> None:
+    """The sweep's fastest rows once more, with another recipe. Raises Problem and Interrupted."""
+    complete = [load(directory) for directory in runs if is_complete(directory)]
+    if not complete:
+        return
+    fastest = [row.run.directory.name for row in fastest_rows(build(complete))]
+    launch = Launch({**UNWATCHED, **recipe}, over_ssh=args.launch == "ssh")
+    by_name = {row.name: row for row in runs.values()}
+    rows = [replace(by_name[name], plan=launch.ask(by_name[name], args.runs_dir / "plan")) for name in fastest]
+    note(f"the fastest rows with {shlex.join(f'{name}={value}' for name, value in recipe.items())}:")
+    again = in_order(rows, args.repeats, args.runs_dir / RECIPE_RUNS)
+    check_settings(again)
+    run_all(launch, again, args.runs_dir / RECIPE_RUNS, args.retries, GOES_ON)
 
 
 def in_order(rows: Sequence[PlannedRun], repeats: int, runs_dir: Path) -> dict[Path, PlannedRun]:

@@ -10,10 +10,11 @@ from t5bench import __main__ as program
 from t5bench.choose.search import command as search_command
 from t5bench.choose.search.next_run import Option, Search, SearchRun
 from t5bench.choose.search.runs import SearchState
-from t5bench.choose.space import TIES, Space, as_fast, first_of_ties, one_to_run
+from t5bench.choose.space import Space, as_fast, first_of_ties, one_to_run
 from t5bench.costmodel.job import Job
 from t5bench.costmodel.machine import GIB
 from t5bench.costmodel.parameters import parameters
+from t5bench.costmodel.ties import TIES
 from t5bench.plan.planner import plan
 
 LLAMA = {"model_type": "llama", "vocab_size": 32000, "hidden_size": 1024, "intermediate_size": 2816,

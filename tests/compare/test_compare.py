@@ -331,7 +331,7 @@ def test_the_mean_over_fewer_iterations_after_a_resume_is_no_other_loss(tmp_path
 
 
 REFUSED = [
-    ({"settings": {"MICRO_BATCH_SIZE": "2"}}, "MICRO_BATCH_SIZE: 1 (ddp); 2 (zero1)"),
+    ({"settings": {"GLOBAL_BATCH_SIZE": "32"}}, "GLOBAL_BATCH_SIZE: 16 (ddp); 32 (zero1)"),
     (BF16, "PRECISION_FLAG: (empty) (ddp); --bf16 (zero1)"),
     ({"settings": {"HIDDEN_SIZE": "128"}}, "HIDDEN_SIZE: 64 (ddp); 128 (zero1)"),
     ({"padded_vocab_size": 4352}, "padded_vocab_size: 4224 (ddp); 4352 (zero1)"),

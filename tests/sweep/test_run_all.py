@@ -134,6 +134,48 @@ def test_complete_runs_are_skipped_and_failed_ones_tried_again(sweep: Project):
     assert other.returncode == 2
 
 
+FASTER_AT_4 = """case " $* " in
+*" --micro-batch-size 1 "*) ms=10.0 ;;
+*" --micro-batch-size 4 "*) ms=5.0 ;;
+*) ms=8.0 ;;
+esac"""
+
+
+def test_each_strategy_also_runs_at_its_best_micro_batch_and_the_fastest_with_another_recipe(sweep: Project):
+    """Short runs find it; they and those of the other recipe are no rows, and the same command repeats none of them."""
+    add_to_torchrun(sweep, FASTER_AT_4)
+    torchrun = (sweep.stubs / "torchrun").read_text()
+    sweep.add_stub("torchrun", torchrun.replace("(ms): 10.0", "(ms): $ms"))
+    asked = {
+        "STRATEGIES": "ddp zero1 zero2-mb8",
+        "MICRO_BATCH_SIZE": "1 best",
+        "DROPOUT": "0",
+        "WANDB_MODE": "disabled",
+    }
+    recipe = {"RECIPE": "DROPOUT=0.1 CLIP_GRAD=1.5"}
+    result = run_all(sweep, **asked, **recipe)
+    assert result.returncode == 0, result.stderr
+    for name in ("ddp", "zero1"):
+        assert re.search(rf"^micro-batch of {name}: 4 \(.*2: 8 ms; 4: 5 ms; 8: 8 ms\)$", result.stderr, re.MULTILINE)
+    assert "micro-batch of zero2" not in result.stderr
+    runs = sweep.root / "outputs" / "all"
+    rows = {"ddp", "zero1", "zero2-mb8", "ddp-mb4", "zero1-mb4"}
+    assert {Path(name).name for name in json.loads((runs / "sweep.json").read_text())["runs"]} == rows
+    trials = sorted((runs / ".micro-batches").iterdir())
+    assert {path.name for path in trials} >= {f"{name}-mb{size}" for name in ("ddp", "zero1") for size in (2, 4, 8)}
+    assert {load(path).plan.iterations for path in trials} == {25}
+    fastest = {path.name: load(path).plan for path in (runs / ".recipe" / "repeat1").iterdir()}
+    assert fastest.keys() == {"ddp-mb4", "zero1-mb4", "zero2-mb8"}
+    assert {(each.value("DROPOUT"), each.value("CLIP_GRAD")) for each in fastest.values()} == {("0.1", "1.5")}
+    assert {each.value("MICRO_BATCH_SIZE") for each in fastest.values()} == {"4", "8"}
+    compared = next(line for line in result.stdout.splitlines() if line).split("|")[1:-1]
+    assert {Path(directory).name for directory in compared} == rows
+    count = len(order(sweep))
+    assert "already complete" in run_all(sweep, **asked, **recipe).stderr and len(order(sweep)) == count
+    planned = run_all(sweep, "--dry-run", **asked | {"MICRO_BATCH_SIZE": "best"}).stdout
+    assert re.search(r"^best of ddp: from micro-batch \d, of 1 2 4 8$", planned, re.MULTILINE)
+
+
 def test_a_refused_run_is_the_only_one_missing_from_the_comparison(sweep: Project):
     add_to_torchrun(sweep, f"[[ $* != */zero1/* ]] || rm {shlex.quote(str(sweep.data_prefix))}.idx")
     result = run_all(sweep, STRATEGIES="ddp zero1 zero2", RETRIES="0")
@@ -150,6 +192,8 @@ def test_a_refused_run_is_the_only_one_missing_from_the_comparison(sweep: Projec
         ({"STRATEGIES": "ddp zero9"}, "there is no strategy 'zero9'"),
         ({"STRATEGIES": "ddp fsdp2"}, "fsdp2 needs ENGINE=native"),
         ({"STRATEGIES": "ddp zero1-tp3"}, "do not divide over the tensor-parallel size 3"),
+        ({"MICRO_BATCH_SIZE": "4 most"}, "MICRO_BATCH_SIZE must be a whole number of at least 1, found 'most'"),
+        ({"RECIPE": "LR=1"}, "RECIPE has 'LR=1'"),
         ({"REPEATS": "0"}, "REPEATS must be a whole number of at least 1"),
         ({"LAUNCH": "ssh"}, "LAUNCH=ssh but no hosts are known"),
         ({"STRATEGIES": "ddp", "MICRO_BATCH_SIZE": "3"}, "ddp: GLOBAL_BATCH_SIZE=16 is not divisible"),

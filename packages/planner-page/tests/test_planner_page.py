@@ -19,6 +19,7 @@ from t5bench import __main__ as program
 from t5bench.choose import space
 from t5bench.costmodel.prediction import Prediction
 from t5bench.costmodel.presets import PRESETS
+from t5bench.costmodel.whole_training import WholeTraining
 from t5bench_planner_page import page
 from t5bench_planner_page.javascript import RUNTIME, Program, Untranslatable, translate
 
@@ -100,6 +101,22 @@ def test_the_translation_has_the_layouts_that_python_has(tmp_path: Path):
     ]
     assert answers(script, tmp_path) == expected
     assert [1, 3, 8, 2] in expected[1] and [1, 3, 8, None] in expected[3]
+
+
+@needs_engine
+def test_the_translation_has_the_hours_and_the_price_of_a_training(tmp_path: Path):
+    job = random_jobs.prediction(3).job
+    made = Program({"figures"})
+    words = (made.value(job, ""), made.name_of(WholeTraining))
+    script = f"{RUNTIME.read_text()}{made.text()}const job = {words[0]};\n"
+    script += f"const answers = [2.5, null].map((price) => py.method('items', new {words[1]}(2e10, price)"
+    script += ".figures(job, 0.5)));"
+    expected = [[[*pair] for pair in WholeTraining(2e10, price).figures(job, 0.5).items()] for price in (2.5, None)]
+    found = answers(script, tmp_path)
+    assert [[name for name, _ in each] for each in found] == [[name for name, _ in each] for each in expected]
+    for own, theirs in zip(found, expected, strict=True):
+        assert [value for _, value in own] == pytest.approx([value for _, value in theirs])
+    assert len(expected[0]) == 3 and len(expected[1]) == 2
 
 
 @needs_engine

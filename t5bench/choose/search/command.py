@@ -15,8 +15,9 @@ from t5bench.choose.search import parity
 from t5bench.choose.search.next_run import Expected, Option, Search, SearchRun, Standing, steps
 from t5bench.choose.search.picture import draw
 from t5bench.choose.search.runs import Moment, Runner, SearchState, name_of, remembered
-from t5bench.choose.space import MOST_AS_FAST, TIES, Candidate, Space, first_of_ties
+from t5bench.choose.space import MOST_AS_FAST, Candidate, Space, first_of_ties
 from t5bench.costmodel.prediction import with_link
+from t5bench.costmodel.ties import TIES
 from t5bench.plan import run_lock
 from t5bench.plan.launchers import ENGINES, LAYOUT_SETTINGS, accepted
 from t5bench.record.plan import Plan

@@ -16,9 +16,8 @@ from t5bench.costmodel import intervals, time
 from t5bench.costmodel.intervals import Shift, Z
 from t5bench.costmodel.job import Job
 from t5bench.costmodel.machine import Machine
+from t5bench.costmodel.ties import TOO_CLOSE
 
-TOO_CLOSE = 0.03
-"""Two layouts whose times differ by less are equal: nobody would change a launcher for it."""
 CERTAINTY = 0.95
 LEAST_RUNS = 3
 """Before these, the machine may still be unlike everything that the model knows."""

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from t5bench.choose.search.next_run import TOO_CLOSE
 from t5bench.choose.search.runs import Moment
+from t5bench.costmodel.ties import TOO_CLOSE
 
 LARGEST = 100.0
 """Per cent; it does not matter how much larger a possible regret is."""

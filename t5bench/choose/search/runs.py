@@ -17,7 +17,7 @@ from t5bench.given_files import read_json
 from t5bench.record.files import RecordError
 from t5bench.record.records import load
 from t5bench.record.status import COMPLETE, OUT_OF_MEMORY
-from t5bench.sweep.launch import Launch, PlannedRun
+from t5bench.sweep.launch import UNWATCHED, Launch, PlannedRun
 from t5bench.sweep.sweep import run_all
 
 # Of a normal distribution, in its standard deviations: the distance of its quartiles, and the deviation of a median of
@@ -124,9 +124,8 @@ class Runner:
         arguments: Sequence[str] = (),
     ) -> str:
         """Makes one run; why it failed, or ""."""
-        unwatched = {"SAVE_INTERVAL": "0", "EVAL_ITERS": "0", "EVAL_ONLY": "0", "RESUME": "0", "WANDB_MODE": "disabled"}
         chosen = {name: value for name, value in settings.items() if value or name == "PRECISION_FLAG"}
-        launch = Launch({**unwatched, **chosen}, self.over_ssh, arguments)
+        launch = Launch({**UNWATCHED, **chosen}, self.over_ssh, arguments)
         row = PlannedRun(directory.name, strategy, processes)
         planned = launch.ask(row, directory)
         if planned.obstacles:

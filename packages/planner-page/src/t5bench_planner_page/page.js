@@ -10,6 +10,8 @@ const INPUTS = [
   { name: "perNode", label: "GPUs per node", values: [1, 2, 4, 8, 16] },
   { name: "link", label: "Gbit/s per node", values: [1, 10, 25, 50, 100, 200, 400, 800, 1600, 3200] },
   { name: "batch", label: "Samples per iteration", values: powers(0, 13) },
+  { name: "billions", label: "Billion tokens to train", values: [0, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 15000] },
+  { name: "price", label: "Price of a GPU's hour", values: [0, 0.25, 0.5, 0.75, 1, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10, 15, 20] },
 ];
 const PARTS = {
   weights: ["weights"], gradients: ["gradients"], optimizer: ["optimizer"],
@@ -80,7 +82,8 @@ function compute(wanted) {
   const machine = costmodel$prediction$machine_of(py.get(DEVICES_BY_NAME, wanted.device), wanted.link, perNode);
   if (wanted.gpus % perNode) throw py.error("Problem", `${wanted.gpus} GPUs do not fill nodes of ${perNode}`);
   const space = new choose$space$Space(engines, wanted.gpus, machine, wanted.batch, null, given, isLaunchable);
-  return { wanted, candidates: space.ranked() };
+  const whole = wanted.billions ? new costmodel$whole_training$WholeTraining(wanted.billions * 1e9, wanted.price || null) : null;
+  return { wanted, whole, candidates: space.ranked() };
 }
 
 let timer = 0;
@@ -109,7 +112,8 @@ function update() {
 }
 
 function show() {
-  const { wanted, candidates } = answer;
+  const { wanted, whole, candidates } = answer;
+  const figures = (candidate) => (whole ? py.method("items", whole.figures(candidate.job, candidate.seconds)) : []);
   const fitting = candidates.filter((candidate) => candidate.fits);
   const front = new Set(choose$space$pareto(candidates));
   const best = choose$space$one_to_run(candidates), [first] = fitting;
@@ -119,13 +123,14 @@ function show() {
   const heads = ["layout", "s/iteration", "90 %", "samples/s", "TFLOP/s", "MFU", "GiB", "limited by", "front", "engine", "can run"];
   const rows = choose$space$shown_first(candidates, TOP);
   if (!rows.includes(best)) rows.push(best);
+  heads.splice(4, 0, ...figures(best).map(([name]) => name));
   fill(element("ranking"), heads, rows.map((candidate, place) => {
     const radio = make("input", { type: "radio", name: "layout", id: `layout${place}` });
     radio.checked = candidate === best;
     radio.addEventListener("change", () => showOne(candidate));
     return [
       make("label", { for: `layout${place}` }, radio, " ", candidate.title), short(candidate.seconds), range(candidate.seconds_interval, 1),
-      short(wanted.batch / candidate.seconds), short(candidate.tflops), candidate.mfu === null ? "" : py.format(candidate.mfu, ".1%"),
+      short(wanted.batch / candidate.seconds), ...figures(candidate).map(([, value]) => short(value)), short(candidate.tflops), candidate.mfu === null ? "" : py.format(candidate.mfu, ".1%"),
       short(candidate.memory_bytes / GIB), wordsOfLimit(candidate.limit), front.has(candidate) ? "*" : "", candidate.job.engine, candidate.missing || "yes",
     ];
   }));

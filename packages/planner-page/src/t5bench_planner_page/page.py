@@ -16,6 +16,7 @@ from t5bench.costmodel.machine import DEVICES, Machine
 from t5bench.costmodel.prediction import machine_of
 from t5bench.costmodel.presets import PRESETS
 from t5bench.costmodel.traffic import Collective, collectives_of
+from t5bench.costmodel.whole_training import WholeTraining
 from t5bench.plan.forecast import GIGABITS
 from t5bench_planner_page.javascript import RUNTIME, Program
 
@@ -36,11 +37,22 @@ ROOTS = (
     time.stage_seconds,
 )
 # Classes whose objects the page gets as values.
-RECORDS = (Architecture, Collective, FullySharded, Job, Machine, Parallel, Software, Zero, space.EngineJob)
+RECORDS = (
+    Architecture,
+    Collective,
+    FullySharded,
+    Job,
+    Machine,
+    Parallel,
+    Software,
+    Zero,
+    space.EngineJob,
+    WholeTraining,
+)
 # What page.js reads of them, besides fields.
 MEMBERS = (
-    "components", "fits", "kind", "limit", "memory", "memory_bytes", "memory_interval", "mfu", "missing", "node_bytes",
-    "parts", "peak", "ranked", "seconds", "seconds_interval", "start", "tflops", "time", "title", "total",
+    "components", "figures", "fits", "kind", "limit", "memory", "memory_bytes", "memory_interval", "mfu", "missing",
+    "node_bytes", "parts", "peak", "ranked", "seconds", "seconds_interval", "start", "tflops", "time", "title", "total",
 )  # fmt: skip
 
 
@@ -61,6 +73,8 @@ def program(args: argparse.Namespace, gpus: int) -> str:
         "perNode": args.per_node,
         "link": args.link or GIGABITS,
         "batch": args.global_batch or max(default_batch(), gpus),
+        "billions": (args.tokens or 0) / 1e9,
+        "price": args.price or 0,
     }
     own = f"const MODELS = {models};\nconst DEVICES_BY_NAME = {devices};\nconst START = {json.dumps(start)};\n"
     return RUNTIME.read_text() + made.text() + own
