@@ -3,11 +3,12 @@
 import json
 import subprocess
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from described import CONFIGS, description_of
 from real_runs import environment
 from support import REPO_ROOT
 from warm_python import warm_python
@@ -16,6 +17,8 @@ from t5bench import Problem
 from t5bench.choose.search import command, parity
 from t5bench.choose.search.next_run import Option, Search, SearchRun, Standing
 from t5bench.choose.search.runs import SearchState
+from t5bench.costmodel.job import Architecture, Job, Parallel
+from t5bench.plan.planner import plan
 from t5bench.sweep.launch import BASELINE
 from t5bench_evidence import grid
 
@@ -62,6 +65,27 @@ def test_only_curves_that_were_judged_agree(
             parity.verdict(tmp_path, tmp_path)
     else:
         assert parity.verdict(tmp_path, tmp_path).startswith(fault) and bool(fault) == (status == 1)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_the_small_model_of_the_check_is_of_the_searched_kind(kind: str, monkeypatch: pytest.MonkeyPatch):
+    """With its parts; layouts of every size divide it, as their launchers plan it."""
+    # As MODEL has it, since the samples are no longer than the window.
+    model = replace(description_of(CONFIGS[kind]), window=0, global_every=1)
+    sizes_alone = {"hidden", "heads", "kv_heads", "head_size", "ffn", "encoder_layers", "decoder_layers"}
+    sizes_alone |= {"encoder_length", "decoder_length", "rotary_columns", "position_rows"}
+    monkeypatch.setenv("MODEL", model.description())  # as a search's environment has it
+    for tensor, pipeline, strategy in ((1, 1, "fsdp2"), (8, 1, "tensor"), (2, 4, "hybrid"), (1, 8, "pipeline")):
+        parallel = Parallel(tensor, pipeline, 2)
+        settings = parity.settings_of(SimpleNamespace(job=Job(model, parallel)))
+        layout = {"TENSOR_PARALLEL_SIZE": str(tensor), "PIPELINE_PARALLEL_SIZE": str(pipeline), "ENGINE": "native"}
+        own = {"DEVICE": "cpu", "PATH": "/usr/bin", "HOME": "/nonexistent", "NPROC_PER_NODE": str(parallel.world)}
+        planned = plan({**own, **settings, **layout}, strategy)
+        assert planned.layout, planned.obstacles
+        small = Architecture.of_arguments(planned.named_arguments, 0)
+        assert (small.kv_heads < small.heads) == (model.kv_heads < model.heads) and small.hidden <= 128
+        changed = {part.name for part in fields(model) if getattr(model, part.name) != getattr(small, part.name)}
+        assert changed <= sizes_alone, changed
 
 
 @dataclass

@@ -1,10 +1,13 @@
 """Whether the layout that a search names trains as DDP does: both train a small model, and the gate compares them."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from t5bench import Problem
 from t5bench.choose.search.runs import Runner
 from t5bench.choose.space import Candidate
+from t5bench.costmodel.job import Architecture, Parallel
+from t5bench.plan.described_model import sizes_of
 from t5bench.plan.families import FAMILIES
 from t5bench.plan.scripts import script_defaults
 from t5bench.record.settings import MODEL_FAMILIES
@@ -28,21 +31,32 @@ def settings_of(candidate: Candidate) -> dict[str, str]:
     defaults = script_defaults("check_parity", {})
     recipe = {name: defaults[name] for name in RECIPE}
     parallel = candidate.job.parallel
+    model = small_model(candidate.job.architecture, parallel)
+    batch = {"MICRO_BATCH_SIZE": "1", "GLOBAL_BATCH_SIZE": str(parallel.world * max(2, parallel.pipeline))}
+    described = {"MODEL": model.description()} if model.kind else {}
+    exact = {"PRECISION_FLAG": "", "DROPOUT": "0", "LOG_INTERVAL": "1"}
+    return recipe | sizes_of(model) | batch | described | exact
+
+
+def small_model(model: Architecture, parallel: Parallel) -> Architecture:
+    """A small one of the same parts, which the layout divides. Grouped heads stay grouped, in other numbers."""
+    tiny = MODEL_FAMILIES[model.family].presets["tiny"]
+    lengths = [min(int(tiny[name]), model.position_rows) for name in FAMILIES[model.family].lengths]
     heads = max(4, parallel.tensor)
     depth = max(2, parallel.chunks)
-    sizes = {
-        "NUM_ATTENTION_HEADS": heads,
-        "HIDDEN_SIZE": HEAD_SIZE * heads,
-        "FFN_HIDDEN_SIZE": 2 * HEAD_SIZE * heads,
-        "MICRO_BATCH_SIZE": 1,
-        "GLOBAL_BATCH_SIZE": parallel.world * max(2, parallel.pipeline),
-    }
-    family = FAMILIES[candidate.job.architecture.family]
-    sizes |= dict.fromkeys(family.stacks, depth)
-    tiny = MODEL_FAMILIES[candidate.job.architecture.family].presets["tiny"]
-    sizes |= {name: tiny[name] for name in family.lengths}
-    exact = {"PRECISION_FLAG": "", "DROPOUT": "0", "LOG_INTERVAL": "1"}
-    return recipe | {name: str(size) for name, size in sizes.items()} | exact
+    return replace(
+        model,
+        encoder_layers=depth if model.encoder_layers else 0,
+        decoder_layers=depth,
+        hidden=HEAD_SIZE * heads,
+        heads=heads,
+        kv_heads=heads if model.kv_heads == model.heads else heads // 2,
+        head_size=HEAD_SIZE,
+        ffn=2 * HEAD_SIZE * heads,
+        rotary_columns=HEAD_SIZE // 2 if model.rotary_columns else 0,
+        encoder_length=lengths[0] if model.encoder_layers else 0,
+        decoder_length=lengths[-1],
+    )
 
 
 def fault_of(name: str, candidate: Candidate, runner: Runner) -> str:
