@@ -147,7 +147,11 @@ CHANGES = [
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after"),
-    [("hybrid", "zero3"), ("zero2", "pipeline"), pytest.param("fsdp2", "tensor", marks=pytest.mark.nightly)],
+    [
+        ("hybrid", "zero3"),
+        pytest.param("zero2", "pipeline", marks=pytest.mark.nightly),
+        pytest.param("fsdp2", "tensor", marks=pytest.mark.nightly),
+    ],
 )
 def test_a_run_of_the_native_engine_continues_under_another_strategy(
     native_runs: Path, sample_data: Path, tmp_path: Path, before: str, after: str
@@ -219,7 +223,7 @@ def test_an_earlier_release_s_checkpoint_is_written_anew(native_runs: Path, tmp_
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("before", "after"), [("zero3", "tensor"), pytest.param("hybrid", "ddp", marks=pytest.mark.nightly)]
+    ("before", "after"), [("zero3_offload", "tensor"), pytest.param("hybrid", "ddp", marks=pytest.mark.nightly)]
 )
 def test_a_run_of_megatron_continues_in_the_native_engine(
     megatron_runs: Path, sample_data: Path, tmp_path: Path, before: str, after: str
@@ -249,6 +253,7 @@ def test_a_run_of_megatron_continues_in_another_layout(
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_reshaped_run_of_megatron_can_be_reshaped_again(megatron_runs, megatron_dir, sample_data, tmp_path: Path):
     engine = {"ENGINE": "megatron", "MEGATRON_DIR": str(megatron_dir), "MEGATRON_DATA_DIR": str(sample_data)}
     first = tmp_path / "first"
@@ -260,6 +265,7 @@ def test_a_reshaped_run_of_megatron_can_be_reshaped_again(megatron_runs, megatro
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_the_states_of_bf16_and_of_more_replicas_are_carried_over(sample_data: Path, tmp_path: Path):
     """The fp32 masters, not their bf16 copies. From two replicas under ZeRO-2 to four under DDP."""
     settings = {"ENGINE": "native", "MEGATRON_DATA_DIR": str(sample_data), "TRAIN_ITERS": "4", "SAVE_INTERVAL": "2"}
