@@ -337,5 +337,5 @@ def _samples(
     now = start
     while now <= ends[-1]:
         sent = 1_000_000 + float(np.interp(now, ends, numbers)) * per_iteration
-        yield {"time": now, "gpus": gpus, "network": {interface: {"sent": sent, "received": 0}}}
+        yield {"time": now, "gpus": gpus, "network": {interface: {"sent": sent, "received": sent / 2}}}
         now += seconds

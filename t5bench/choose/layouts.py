@@ -23,7 +23,7 @@ from t5bench.choose.asked import (
     name_keys_not_read,
     settings_left_out,
 )
-from t5bench.choose.predict import range_text, words_of_limit
+from t5bench.choose.predict import in_words, range_text
 from t5bench.choose.space import (
     Candidate,
     Space,
@@ -157,7 +157,7 @@ def show(
             "MFU": mfu_text(candidate),
             "GiB": candidate.memory_bytes / GIB,
             "fits": candidate.fit,
-            "limited by": words_of_limit(candidate.limit),
+            "limited by": in_words(candidate.limit),
             "front": "*" if candidate in front else "",
             "engine": candidate.job.engine,
             "can run": candidate.missing or "yes",

@@ -386,9 +386,9 @@ def regrets(entries: Sequence[Entry]) -> list[str]:
     return sentences
 
 
-def words_of_limit(limit: str) -> str:
-    """What limits a prediction, as a table says it."""
-    return WAITING_FOR_HOST if limit == "host" else limit
+def in_words(part: str) -> str:
+    """A part of a predicted time, which may be what limits it, as a table says it."""
+    return WAITING_FOR_HOST if part == "host" else part
 
 
 def range_text(interval: tuple[float, float] | None, unit: float = 1.0) -> str:
@@ -435,7 +435,7 @@ def _cost(entry: Entry, whole: WholeTraining | None) -> dict[str, str | float]:
         "MB": max(prediction.node_bytes) / 1e6,
     }
     if prediction.time:
-        cells |= prediction.time.parts
+        cells |= {in_words(part): seconds for part, seconds in prediction.time.parts.items()}
         cells["all"] = prediction.time.total
         cells["90 %"] = range_text(prediction.seconds_interval)
         cells["samples/s"] = batch / prediction.time.total
@@ -444,7 +444,7 @@ def _cost(entry: Entry, whole: WholeTraining | None) -> dict[str, str | float]:
             cells["MFU"] = f"{prediction.mfu:.1%}"
         if whole:
             cells |= whole.figures(prediction.job, prediction.time.total)
-    cells["limited by"] = words_of_limit(prediction.limit)
+    cells["limited by"] = in_words(prediction.limit)
     for quantity, (measured, expected) in entry.compared().items():
         cells[f"{quantity} measured"] = measured
         cells[f"{quantity} off"] = f"{expected / measured - 1:+.1%}"

@@ -5,7 +5,7 @@ from t5bench.costmodel.job import Architecture, beyond_native
 from t5bench.costmodel.layout import Layout, balanced_split
 from t5bench.costmodel.schedule import GATHERED_AGAIN, INTERLEAVED, ONE_F_ONE_B, ZERO_BUBBLE, interleaving_fault
 from t5bench.plan.draft import Draft
-from t5bench.plan.families import family_of
+from t5bench.plan.families import family_of, micro_batches_leave_the_curve
 from t5bench.record.gpus import GpuInventory, visible_gpus
 from t5bench.record.plan import by_name
 
@@ -89,7 +89,7 @@ def divide(draft: Draft, per_node: int, zero_stage: int) -> Layout | None:
     if global_batch % (micro_batch * dp):
         found = f"GLOBAL_BATCH_SIZE={global_batch} is not divisible by {micro_batch * dp}"
         found += f" (MICRO_BATCH_SIZE={micro_batch} x data-parallel size {dp})"
-        refuse("batch-size", found, "Change GLOBAL_BATCH_SIZE or MICRO_BATCH_SIZE")
+        refuse("batch-size", found, _how_to_divide_the_batch(draft))
         return None
     micro_batches = global_batch // (micro_batch * dp)
     split_rank = _decoder_stage(draft, parts) if pp > 1 and family_of(draft).has_encoder else None
@@ -101,6 +101,19 @@ def divide(draft: Draft, per_node: int, zero_stage: int) -> Layout | None:
     if draft.value("ENGINE") == "native":
         _check_native(draft, layout, zero_stage)
     return layout
+
+
+def _how_to_divide_the_batch(draft: Draft) -> str:
+    """A run that continues keeps its global batch, and where the curve depends on it, its micro-batches."""
+    if not draft.is_on("RESUME"):
+        return "Change GLOBAL_BATCH_SIZE or MICRO_BATCH_SIZE"
+    if micro_batches_leave_the_curve(draft.value):
+        return "Change MICRO_BATCH_SIZE, which leaves this run's curve as it is; a resumed run keeps GLOBAL_BATCH_SIZE"
+    per_step = draft.number("GLOBAL_BATCH_SIZE") // draft.number("MICRO_BATCH_SIZE")
+    return (
+        "A resumed run keeps both of them, since its loss depends on them: take as many processes that"
+        f" the data-parallel size divides {per_step}"
+    )
 
 
 def _check_schedule(draft: Draft, layout: Layout) -> None:

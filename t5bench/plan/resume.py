@@ -4,7 +4,7 @@ import contextlib
 import shlex
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -21,6 +21,7 @@ from t5bench.plan.channel import (
     Message,
     StrangerError,
 )
+from t5bench.plan.families import micro_batches_leave_the_curve
 from t5bench.plan.ports import peer_port
 from t5bench.record import machine
 from t5bench.record.checkpoints import RESHAPED_FROM, WEIGHTS_ONLY, Checkpoints
@@ -45,6 +46,10 @@ ONE_RUN = (
     "They are of two runs, or of two attempts: copy the checkpoint's directory from the node that has the right one"
     " to the others, or name another OUTPUT_DIR"
 )
+KEEP_MICRO_BATCHES = (
+    "The loss depends on MICRO_BATCH_SIZE: for other processes, take as many that the data-parallel size times it"
+    " divides GLOBAL_BATCH_SIZE"
+)
 LEAVE_SECONDS = 10.0
 # Engine arguments that decide where a run begins and how far an attempt goes, but not what a resumed run trains.
 BEGIN_OR_END = {"--finetune", "--load", "--exit-interval", "--exit-duration-in-mins"}
@@ -68,11 +73,9 @@ def checkpoint(plan: Plan, *, agree: bool) -> int:
             return 0
     wrong = list(misfits(plan)) if has_any else []
     if wrong:
-        remedy = "Resume with its original settings, or start a new run in another OUTPUT_DIR"
-        if any(each.name in (STRATEGY, LAYOUT, ENGINE) for each in wrong):
-            remedy = f"{remedy}. {how_to_reshape(plan)}"
         sentences = "; ".join(each.sentence for each in wrong)
-        raise Problem(f"the run in {plan.output_dir} cannot be resumed with these settings: {sentences}", remedy)
+        found = f"the run in {plan.output_dir} cannot be resumed with these settings: {sentences}"
+        raise Problem(found, _how_to_continue(plan, {each.name for each in wrong}))
     own = look(checkpoints, None)
     if plan.layout.nnodes == 1:
         _refuse_without({0: own})
@@ -114,6 +117,16 @@ def _begin_anew(plan: Plan, directory: Path, *, agree: bool) -> None:
     metrics = Path(plan.output_dir, "metrics.jsonl")
     if agree and plan.value("EVAL_ONLY") != "1" and metrics.exists():
         mark_resume(metrics, 0)
+
+
+def _how_to_continue(plan: Plan, different: Collection[str]) -> str:
+    """different: the names of what is not as in the run in its directory."""
+    remedy = "Resume with its original settings, or start a new run in another OUTPUT_DIR"
+    if not {STRATEGY, LAYOUT, ENGINE}.isdisjoint(different):
+        remedy = f"{remedy}. {how_to_reshape(plan)}"
+    if "MICRO_BATCH_SIZE" in different:
+        remedy = f"{remedy}. {KEEP_MICRO_BATCHES}"
+    return remedy
 
 
 def how_to_reshape(plan: Plan) -> str:
@@ -233,7 +246,10 @@ def free_to_change(plan: Plan, then: Plan) -> set[str]:
     """What may change in the middle of a run: in the native engine's, whatever leaves the curve as it is."""
     if not plan.engine == then.engine == "native":
         return set()
-    return {STRATEGY, LAYOUT, *methods_of(plan)}
+    free = {STRATEGY, LAYOUT, *methods_of(plan)}
+    if micro_batches_leave_the_curve(plan.value):
+        free.add("MICRO_BATCH_SIZE")
+    return free
 
 
 def methods_of(plan: Plan) -> set[str]:

@@ -283,6 +283,23 @@ def test_a_request_that_cannot_work_is_refused(making, strategy, settings, code,
 
 
 @pytest.mark.parametrize(
+    ("settings", "remedy"),
+    [
+        ({}, "Change GLOBAL_BATCH_SIZE or MICRO_BATCH_SIZE"),
+        ({"RESUME": "1"}, "take as many processes that the data-parallel size divides 8"),
+        ({"RESUME": "1", "MODEL_FAMILY": "gpt"}, "take as many processes that the data-parallel size divides 8"),
+        ({"RESUME": "1", "MODEL_FAMILY": "gpt", "DROPOUT": "0"}, "Change MICRO_BATCH_SIZE, which leaves this run's"),
+    ],
+)
+def test_the_remedy_for_a_batch_that_does_not_divide_is_one_that_may_be_followed(making, settings, remedy):
+    """A run that continues keeps what its loss depends on."""
+    chosen = {"ENGINE": "native", "NPROC_PER_NODE": "16", "MICRO_BATCH_SIZE": "2", "DEVICE": "cpu"}
+    made = making("ddp", **chosen, **settings)
+    (obstacle,) = (o for o in made.plan.obstacles if o.code == "batch-size")
+    assert remedy in obstacle.remedy
+
+
+@pytest.mark.parametrize(
     ("strategy", "gpus", "settings", "code", "found"),
     [
         ("tensor", 1, {}, "too-few-gpus", "NPROC_PER_NODE is 2 but this node has 1 visible GPU"),

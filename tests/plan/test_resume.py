@@ -69,6 +69,29 @@ def test_what_differs_is_named(died: Callable[..., Plan], changes: dict, differe
     assert [each.sentence for each in misfits(died(**changes))] == differences
 
 
+@pytest.mark.parametrize(
+    ("model", "is_free"),
+    [
+        ({"MODEL_FAMILY": "gpt", "DROPOUT": "0"}, True),
+        ({"MODEL_FAMILY": "gpt", "DROPOUT": "0.1"}, False),
+        ({"MODEL_FAMILY": "t5", "DROPOUT": "0"}, False),
+    ],
+)
+def test_other_micro_batches_are_refused_where_they_change_the_curve(
+    died: Callable[..., Plan], model: dict[str, str], is_free: bool
+):
+    died(10, **model)
+    other = died(MICRO_BATCH_SIZE="4", world_size=4, **model)
+    if is_free:
+        assert checkpoint(other, agree=False) == 10
+        assert "MICRO_BATCH_SIZE is '4' here and was '1'" in changes(other, 10).told
+        return
+    with pytest.raises(Problem) as refused:
+        checkpoint(other, agree=False)
+    assert refused.value.found.endswith("MICRO_BATCH_SIZE is '4' here and was '1'")
+    assert "take as many that the data-parallel size times it divides GLOBAL_BATCH_SIZE" in refused.value.remedy
+
+
 def megatron(directory: Path, strategy: str = "ddp", world_size: int = 2, **settings: str) -> Plan:
     """Of Megatron-DeepSpeed, in a run that DDP began there."""
     chosen = {"TRAIN_ITERS": "30", "OUTPUT_DIR": str(directory), **settings}

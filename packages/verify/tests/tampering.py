@@ -414,6 +414,11 @@ TAMPERINGS: dict[str, tuple[str, Change, str]] = {
     "a counter that goes back": (
         "native", sub(SAMPLES, r'("sent": )([1-9][\d.]*)', lambda m: f"{m[1]}{1e9 - float(m[2])}"),
         "bytes fewer sent over lo than before"),
+    "a received counter that goes back": (
+        "native", sub(SAMPLES, r'("received": )([1-9][\d.]*)', lambda m: f"{m[1]}{1e9 - float(m[2])}"),
+        "bytes fewer received over lo than before"),
+    "more bytes received than the link carries": (
+        "gpus", sub(SAMPLES, r'("received": )([\d.]+)', lambda m: f"{m[1]}{float(m[2]) * 1e4}"), "Mbit/s carry"),
     "a GPU that is busy nine times over": (
         "gpus", sub(SAMPLES, '"utilization": 90.0', '"utilization": 900.0'), "busy 900 % of the time"),
     "a GPU with more memory": (

@@ -5,6 +5,7 @@ DeepSpeed's options are planned anew and compared. What the machine decided (the
 the record, and so is what a user gave after ``--``. RELATIONS.md lists the settings of which no record says more.
 """
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from t5bench.record.settings import BY_NAME, PRECISIONS
 
 # Whose values are paths, which a run that was moved has kept.
 PATHS = ("--deepspeed_config",)
+# Defaults that differ from machine to machine.
+_PLACES = re.compile("{(repository|run|family_data|gpus_per_node)}")
 # Variables that the user's own environment decides as well.
 USERS_VARIABLES = {"PATH", "PYTHONPATH", "WANDB_MODE", "WANDB_JOB_TYPE", "WANDB_SWEEP_PARAM_PATH", "OMP_NUM_THREADS"}
 
@@ -148,6 +151,27 @@ def contradictions_of_choices(plan: Plan) -> Iterator[str]:
             yield f"{name} is '{setting.value}', but the plan is for '{again}'"
     if plan.gpus_shared and plan.value("SHARE_GPUS", "0") != "1":
         yield "processes share GPUs, but SHARE_GPUS is not 1"
+
+
+def contradictions_of_defaults(plan: Plan) -> Iterator[str]:
+    """Settings that nobody chose, and that have another value than their default: they came into the record later.
+
+    A default that is a place, or that a variable may have set, is none of them.
+    """
+    for name in plan.chosen:
+        if name not in plan.settings:
+            yield f"{name} was chosen, but the plan has no such setting"
+    if not is_of_today(plan):
+        return
+    chosen = {name: plan.value(name, "") for name in ("MODEL_FAMILY", "MODEL_PRESET")}
+    _, defaults = values_from(chosen, plan.strategy)
+    for name, default in defaults.items():
+        setting = plan.settings[name]
+        if setting.is_default and setting.value != default and not _PLACES.search(BY_NAME[name].default):
+            yield f"{name} is '{setting.value}', which nobody chose: its default is '{default}'"
+    family = chosen["MODEL_FAMILY"]
+    if family not in plan.strategy.families or plan.engine not in plan.strategy.engines:
+        yield f"the strategy {plan.strategy.name} has no {family} on the {plan.engine} engine"
 
 
 def _was_recorded(plan: Plan, argument: str) -> bool:

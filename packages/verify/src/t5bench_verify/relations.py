@@ -228,6 +228,34 @@ def _command(evidence: Evidence) -> Iterator[str]:
         yield from implied.contradictions_of_ds_config(plan)
         yield from implied.contradictions_of_environment(plan)
         yield from implied.contradictions_of_choices(plan)
+        yield from implied.contradictions_of_defaults(plan)
+
+
+def _copies_of_the_plan(evidence: Evidence) -> Iterator[str]:
+    """What the recorder wrote down of its plan, and where its attempt began."""
+    for part in read_parts(evidence.run.directory):
+        of_node = {"changed_at": 0, **part["plan"]}
+        data = part.get("data") or {}
+        name = f"node{part['node']}"
+        pairs = {
+            "format": (part["format"], of_node["format"]),
+            "data": (data.get("prefix"), of_node["data_prefix"]),
+            "tokenizer": (data.get("tokenizer"), of_node["tokenizer"]),
+        }
+        for what, (recorded, planned) in pairs.items():
+            if recorded is not None and recorded != planned:
+                yield f"{name} was recorded with the {what} {recorded}, and planned with {planned}"
+        for what in ("resume_from", "changed_at"):
+            if of_node[what] != getattr(evidence.run.plan, what):
+                yield f"{name} has the {what} {of_node[what]}, the run {getattr(evidence.run.plan, what)}"
+        if of_node["hosts"] and len(of_node["hosts"]) != evidence.run.layout.nnodes:
+            yield f"{name} names the hosts {' '.join(of_node['hosts'])}, of {evidence.run.layout.nnodes} nodes"
+    plan = evidence.run.plan
+    if plan.changed_at > plan.resume_from:
+        yield f"the layout changed at iteration {plan.changed_at}, but the run continues from {plan.resume_from}"
+    lines = evidence.run.iterations
+    if lines and lines[-1].begin != plan.resume_from and plan.value("EVAL_ONLY", "0") != "1":
+        yield f"the last attempt begins after iteration {lines[-1].begin}, planned was {plan.resume_from}"
 
 
 def _vocabulary(evidence: Evidence) -> Iterator[str]:
@@ -594,20 +622,25 @@ def _links(evidence: Evidence) -> Iterator[str]:
     """A counter never goes back, and cannot grow faster than its link carries bytes; a buffer may add a little."""
     for part in evidence.run.nodes:
         for before, sample in pairwise(evidence.run.samples[part["node"]]):
-            for name, counter in sample["network"].items():
-                if name not in before["network"]:
-                    continue
-                sent = counter["sent"] - before["network"][name]["sent"]
-                # What an earlier attempt counted may be another machine's, or from before it started again.
-                if sent < 0 and before["time"] >= seconds(part["started"]) - STEP_SECONDS:
-                    yield f"node{part['node']}.samples.jsonl has {-sent:.3g} bytes fewer sent over {name} than before"
-                speed = (part["network"].get(name) or {}).get("speed_mbit")
-                if not speed:
-                    continue
-                room = LINK * speed * 1e6 / 8 * (sample["time"] - before["time"] + 0.1)
-                if sent > room:
-                    what = f"node{part['node']}.samples.jsonl has {sent:.3g} bytes sent over {name}"
-                    yield f"{what} in {sample['time'] - before['time']:.3g} s, more than {speed} Mbit/s carry"
+            for interface in sample["network"].keys() & before["network"].keys():
+                for way in ("sent", "received"):
+                    moved = sample["network"][interface][way] - before["network"][interface][way]
+                    yield from _moved(part, interface, way, moved, (before["time"], sample["time"]))
+
+
+def _moved(
+    part: Mapping[str, Any], interface: str, way: str, moved: float, times: tuple[float, float]
+) -> Iterator[str]:
+    """moved: bytes between the times of two samples."""
+    name = f"node{part['node']}.samples.jsonl"
+    begin, end = times
+    # What an earlier attempt counted may be another machine's, or from before it started again.
+    if moved < 0 and begin >= seconds(part["started"]) - STEP_SECONDS:
+        yield f"{name} has {-moved:.3g} bytes fewer {way} over {interface} than before"
+    speed = (part["network"].get(interface) or {}).get("speed_mbit")
+    if speed and moved > LINK * speed * 1e6 / 8 * (end - begin + 0.1):
+        carries = f"in {end - begin:.3g} s, more than {speed} Mbit/s carry"
+        yield f"{name} has {moved:.3g} bytes {way} over {interface} {carries}"
 
 
 def _gpus(evidence: Evidence) -> Iterator[str]:
@@ -752,8 +785,10 @@ RELATIONS: tuple[Relation, ...] = (
     Relation("the arguments that an engine prints", "the plan's arguments", "none", _engine_arguments),
     Relation("settings that the engine is given as arguments", "the plan's arguments", "none", _settings),
     Relation("the engine's arguments and variables, DeepSpeed's options, hosts, ports and places",
-             "the plan's settings, by the planner's own functions",
+             "the plan's settings, by the planner's own functions; a setting that nobody chose has its default",
              "none", _command),
+    Relation("format, data, tokenizer and first iteration of a record",
+             "its plan; a layout changes where a run goes on", "none", _copies_of_the_plan),
     Relation("padded vocabulary", "the tokenizer's size, the multiple and TP", "none", _vocabulary),
     Relation("the parameters that Megatron counts (TP 1, PP 1)", "architecture and vocabulary", "none", _parameters),
     Relation("consumed samples, global batch", "iterations times the planned batch", "none", _samples),
