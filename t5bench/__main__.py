@@ -49,6 +49,10 @@ GROUPS = {
             "t5bench.choose.layouts",
             "rank every layout of a model on a number of GPUs by predicted time",
         ),
+        "layout-bench": (
+            "t5bench_evidence.layout_bench.command",
+            "hold planners beside each other, on trainings that others published",
+        ),
         "prove": (
             "t5bench_prove.prove",
             "prove, without training, that every gradient is summed over the right ranks once",

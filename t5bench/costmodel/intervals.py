@@ -31,7 +31,7 @@ LAYOUT = 0.107
 """Of what a layout does not share with others: t5bench_evidence/grid.py's."""
 LAYOUT_ON_CPU = 0.18
 """The same where processes on CPUs compute: of the 104 layouts in lab_choices.json of
-packages/costmodel-evidence/tests after one run of DDP."""
+packages/costmodel-evidence after one run of DDP."""
 SHARED = 0.85
 """The share of its variance that layouts of one shape have in common: what the pairs of
 t5bench_evidence/grid.py show that differ in pipeline stages alone. Layouts that differ in their shape have none."""
@@ -43,7 +43,7 @@ LINK = 0.30
 MEASURED_LINK = 0.10
 LATENCY = 0.50
 """Of a message's latency between processes that compute on CPUs and so wait for each other: twelve measurements on one
-machine found 0.24 to 1.2 ms (EVIDENCE.md and tests/lab_choices.json in packages/costmodel-evidence)."""
+machine found 0.24 to 1.2 ms (EVIDENCE.md and lab_choices.json in packages/costmodel-evidence)."""
 CPU_SPEED = 1.5
 """Of a CPU: nothing is known of its speed before a run calibrates it."""
 CPU_HOST = 0.30

@@ -1,80 +1,28 @@
-"""Searches on the hosts of this project's lab, of which every layout was measured, too.
+"""Searches on the hosts of this project's lab, of which every layout was measured, too."""
 
-tests/tools/nodes/measure_choices.py made lab_choices.json. Native engine on CPUs, with a tiny model.
-"""
-
-import json
-from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from math import exp, log
-from pathlib import Path
 from statistics import mean
 
-import msgspec
 import pytest
 
 from t5bench.choose.calibration import Calibrated, MeasuredTime, calibrate
 from t5bench.choose.search import command
 from t5bench.choose.search.next_run import Option
 from t5bench.choose.search.runs import name_of
-from t5bench.choose.space import Candidate, EngineJob, Space
-from t5bench.costmodel import time
 from t5bench.costmodel.intervals import Shift
-from t5bench.costmodel.prediction import with_link
-from t5bench.record.host_cost import HostCost
-from t5bench.record.network import Network
-from t5bench_evidence import replay
+from t5bench_evidence import lab, replay
+from t5bench_evidence.lab import LabChoice
 from t5bench_evidence.replay import NEAR, Replayed
 
-TABLE = Path(__file__).parent / "lab_choices.json"
+
+def replayed(choice: LabChoice) -> Replayed:
+    candidates = command.that_may_be_fastest(choice.candidates())
+    options = [Option(name_of(each), each.job, each.machine, "gloo") for each in candidates]
+    return replay.replay_options(options, choice.seconds)
 
 
-@dataclass(frozen=True)
-class LiveSearch:
-    """What scripts/search.sh did."""
-
-    named: str
-    possible_regret: float
-    runs: int
-    minutes: float
-    seconds: Mapping[str, float]
-    """Of an iteration of the layouts that it measured."""
-
-
-@dataclass(frozen=True)
-class LabChoice:
-    """A choice among layouts on some hosts."""
-
-    name: str
-    hosts: int
-    global_batch: int
-    engine_job: EngineJob
-    network: Network
-    host_cost: HostCost
-    iterations: int
-    seconds: Mapping[str, float]
-    """Of an iteration of each layout."""
-    failed: Mapping[str, str]
-    search: LiveSearch
-
-    def candidates(self) -> list[Candidate]:
-        """All that the launchers can start, with the network and the hosts as they were measured."""
-        machine = with_link(time.CPU, self.network.link, 1, self.host_cost.host)
-        space = Space([self.engine_job], self.hosts, machine, self.global_batch, backend="gloo")
-        return command.without_needless_recomputation([each for each in space.ranked() if each.start])
-
-    def replayed(self) -> Replayed:
-        candidates = command.that_may_be_fastest(self.candidates())
-        options = [Option(name_of(each), each.job, each.machine, "gloo") for each in candidates]
-        return replay.replay_options(options, self.seconds)
-
-    def regret(self, layout: str) -> float:
-        """How much slower it is than the fastest, where all were measured in turn."""
-        return self.seconds[layout] / min(self.seconds.values()) - 1
-
-
-CHOICES = [msgspec.convert(row, LabChoice) for row in json.loads(TABLE.read_text())]
+CHOICES = lab.choices()
 each_choice = partial(pytest.mark.parametrize, "choice", CHOICES, ids=[choice.name for choice in CHOICES])
 
 
@@ -85,7 +33,7 @@ def test_every_layout_was_measured(choice: LabChoice):
 
 @each_choice()
 def test_a_replayed_search_ends_near_the_fastest(choice: LabChoice):
-    found = choice.replayed()
+    found = replayed(choice)
     print(f"{choice.name}: {found.runs} of {found.options} layouts, regret {found.regrets[-1]:.1%}")
     assert found.regrets[-1] <= NEAR and found.runs < found.options
 

@@ -4,7 +4,7 @@
 
 Run it as root on a machine that does nothing else; it takes some ten minutes a choice. It leaves the runs in DIRECTORY,
 continues where it stopped, and writes what DIRECTORY holds into lab_choices.json of
-packages/costmodel-evidence/tests. GPT-2's tokenizer comes from the engine's checkout, MEGATRON_DIR. The hosts are
+packages/costmodel-evidence. GPT-2's tokenizer comes from the engine's checkout, MEGATRON_DIR. The hosts are
 network namespaces that share this machine's cores.
 """
 
@@ -26,9 +26,11 @@ from cluster_lab import SYSTEM_PATH, Cluster  # noqa: E402
 from t5bench.choose.asked import asked_model  # noqa: E402
 from t5bench.choose.search import command  # noqa: E402
 from t5bench.choose.search.runs import STATE, Runner, name_of, remembered  # noqa: E402
-from t5bench.record.settings import LAYOUT_SETTINGS  # noqa: E402
+from t5bench.choose.space import Candidate  # noqa: E402
+from t5bench.command_lines import search as search_arguments  # noqa: E402
+from t5bench.plan.launchers import LAYOUT_SETTINGS  # noqa: E402
 
-TABLE = REPOSITORY / "packages" / "costmodel-evidence" / "tests" / "lab_choices.json"
+TABLE = REPOSITORY / "packages" / "costmodel-evidence" / "src" / "t5bench_evidence" / "lab_choices.json"
 NEARLY_AS_FAST = 1.15
 RUNS_OF_NEAR = 3
 CPUSETS = Path("/sys/fs/cgroup/cpuset")
@@ -129,22 +131,29 @@ def measure(choice: Choice, directory: Path, data: Path) -> None:
                 group.rmdir()
 
 
+def runner_of(directory: Path, network: str, host: str) -> tuple[Runner, list[Candidate]]:
+    """On a host of the lab: what makes runs in a directory, and all layouts that the launchers can start."""
+    for name in LAYOUT_SETTINGS:
+        os.environ.pop(name, None)
+    parser = argparse.ArgumentParser()
+    search_arguments(parser)
+    words = ["--runs-dir", str(directory), "--launch", "ssh", "--network", network, "--host", host]
+    iterations = os.environ.get("TRAIN_ITERS", "")
+    args = parser.parse_args([*words, *(["--iterations", iterations] if iterations else [])])
+    directory.mkdir(parents=True, exist_ok=True)
+    planned = command.plan_of_hosts(args)
+    candidates = command.without_needless_recomputation(command.launchable(args, planned, None, None))
+    memory = remembered(directory, command.question(args, planned, candidates[0]))
+    return Runner(directory, over_ssh=True, iterations=args.iterations, memory=memory), candidates
+
+
 def measure_every_layout(directory: Path, network: str, host: str) -> None:
     """On a host of the lab: one run of each layout that the launchers can start, whatever is predicted of it.
 
     Those that are nearly as fast as the fastest run three times, in turn.
     """
-    for name in LAYOUT_SETTINGS:
-        os.environ.pop(name, None)
-    parser = argparse.ArgumentParser()
-    command.add_arguments(parser)
-    words = ["--runs-dir", str(directory), "--launch", "ssh", "--network", network, "--host", host]
-    args = parser.parse_args(words)
-    directory.mkdir(parents=True, exist_ok=True)
-    planned = command.plan_of_hosts(args)
-    candidates = command.without_needless_recomputation(command.launchable(args, planned, None, None))
-    memory = remembered(directory, command.question(args, planned, candidates[0]))
-    runner = Runner(directory, over_ssh=True, iterations=args.iterations, memory=memory)
+    runner, candidates = runner_of(directory, network, host)
+    memory = runner.memory
     for candidate in candidates:
         name = name_of(candidate)
         if name not in memory.outcomes and name not in memory.failed:
