@@ -76,6 +76,14 @@ def by_role(settings: Mapping[str, Setting]) -> dict[str, dict[str, str]]:
     return values
 
 
+def with_values(plan: Plan, values: Mapping[str, str]) -> Plan:
+    """The plan with other values of some of its settings."""
+    settings = dict(plan.settings)
+    for name, value in values.items():
+        settings[name] = settings[name]._replace(value=value)
+    return replace(plan, settings_by_role=by_role(settings), chosen=list(dict.fromkeys([*plan.chosen, *values])))
+
+
 def made_plan(
     strategy: str = "ddp",
     settings: Mapping[str, str] | None = None,

@@ -6,7 +6,7 @@ plan without any package; ``Plan.read`` checks every type of a plan that comes f
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -166,13 +166,6 @@ class Plan:
             for name, value in values.items():
                 settings[name] = Setting(role, value, name not in chosen)
         return settings
-
-    def with_values(self, values: Mapping[str, str]) -> "Plan":
-        """This plan with other values of some of its settings."""
-        by_role = {role: dict(named) for role, named in self.settings_by_role.items()}
-        for name, value in values.items():
-            by_role[self.settings[name].role][name] = value
-        return replace(self, settings_by_role=by_role, chosen=list(dict.fromkeys([*self.chosen, *values])))
 
     @property
     def command(self) -> list[str]:

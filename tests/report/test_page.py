@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from made_runs import LARGE, RTX_5000_ADA, make_run, seal
+from made_runs import LARGE, RTX_5000_ADA, make_run, seal, with_values
 from real_runs import environment
 from support import REPO_ROOT, STRATEGIES
 
@@ -253,7 +253,7 @@ def test_the_command_of_a_row_starts_the_same_run(tmp_path: Path):
     arguments = ["--init-method-std", "0.01"]
     nodes = {"MASTER_ADDR": "node0", "NODE_RANK": "0"}
     first = plan(environment(**chosen, **output, **nodes), "hybrid", arguments)
-    resumed = first.with_values({"RESUME": "1"})
+    resumed = with_values(first, {"RESUME": "1"})
     again = command(SimpleNamespace(plan=resumed, layout=first.layout)).replace(".sh", ".sh --dry-run=json", 1)
     shell = subprocess.run(
         ["bash", "-c", again], env=environment(**output), cwd=REPO_ROOT, capture_output=True, check=True

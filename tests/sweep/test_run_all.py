@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
-from made_runs import make_run, write_checkpoint
+from made_runs import make_run, with_values, write_checkpoint
 from support import STRATEGIES, Project, processes_with, wait_for
 
 from t5bench import Problem
@@ -251,7 +251,7 @@ def test_a_refused_attempt_leaves_what_the_next_one_resumes(tmp_path: Path):
     assert load(run) == before
     write_checkpoint(checkpoints := Checkpoints(replace(before.plan, output_dir=str(run))), 2)
     checkpoints.point_to(2)
-    row = PlannedRun("ddp", "ddp", plan=before.plan.with_values({"LR": "0.5"}))
+    row = PlannedRun("ddp", "ddp", plan=with_values(before.plan, {"LR": "0.5"}))
     with pytest.raises(Problem, match=r"ddp holds a run with other settings: LR is '0.5' here and was "):
         check_settings({run: row})
     elsewhere = replace(load(complete := make_run(tmp_path / "done")).plan, device="cuda")
