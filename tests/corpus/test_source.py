@@ -13,6 +13,7 @@ import corpus_files as corpus
 import numpy as np
 import pytest
 from corpus_files import in_parquet, texts_of, write_jsonl
+from preparation_speed import NLTK
 from support import REPO_ROOT, write_indexed_dataset
 
 from t5bench import Problem
@@ -20,7 +21,6 @@ from t5bench.__main__ import main
 from t5bench.corpus import source
 from t5bench.corpus.index import lacks_validation, read_index, split_documents
 from t5bench.corpus.prepare import prepare
-from t5bench.corpus.speed import NLTK
 
 Run = Callable[..., str]
 
@@ -198,6 +198,7 @@ def test_an_index_that_does_not_count_the_end_of_a_document(tmp_path: Path, caps
     assert "3 documents" in capsys.readouterr().out
 
 
+@pytest.mark.nightly
 def test_the_engines_own_append_eod(megatron_dir: Path, tmp_path: Path) -> None:
     texts = write_jsonl(tmp_path / "text.jsonl", [{"text": text} for text in corpus.ARTICLES[:5]])
     bpe = megatron_dir / "examples_deepspeed" / "rebase"

@@ -1,4 +1,4 @@
-"""Measures how fast the preparation is beside the engine's own tool: python -m t5bench.corpus.speed MEGATRON_DIR
+"""How fast the preparation is beside the engine's own tool: python -m tests.corpus.preparation_speed MEGATRON_DIR
 
 Both prepare the same JSONL file, documents of three articles of the bundled sample each, in one process. Printed is the
 processor time per document without start-up: the difference between many documents and few. The engine's tool needs the
