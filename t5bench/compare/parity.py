@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from t5bench import Problem
-from t5bench.compare import sensitivity, traces
+from t5bench.compare import sensitivity
 from t5bench.compare.comparable import differing, show, trains
 from t5bench.compare.sensitivity import MARGIN, Sensitivity
 from t5bench.given_files import read_json
@@ -26,7 +26,10 @@ from t5bench.record.records import load
 from t5bench.record.run import Run
 from t5bench.record.status import COMPLETE, RUNNING
 from training_comparison import verdict as answers
+from training_comparison.contradictions import contradictions
 from training_comparison.curves import TOLERANCE, Comparison, Curves, Difference, compare
+from training_comparison.first_difference import differences_in_bf16, first_difference
+from training_comparison.traces import DIRECTORY, is_of_an_older_release, is_of_this_release, trace_of_run
 from training_comparison.verdict import (
     EXIT_DIFFERENT,
     EXIT_NOT_SHOWN,
@@ -41,6 +44,7 @@ BASELINE_STRATEGY = "ddp"  # with which the others are compared
 # With dropout, layouts that draw other masks are judged by a sign test over this many seeds: if both train the same
 # model, each is equally likely to have the larger loss, so all seeds agree by chance once in 2 ** (SEEDS - 1) checks.
 SEEDS = 8
+ITERATION = "iteration"  # what this harness calls a step
 NATIVE = "native"  # the engine that draws the same dropout masks in equal layouts
 BASELINE = "baseline"
 EQUAL = "yes"
@@ -291,11 +295,10 @@ def traced_differences(run: Run, baseline: Run) -> list[str]:
 
     Raises Problem.
     """
-    directories = (run.directory, baseline.directory)
     in_bf16 = baseline.plan.precision == "bf16" and run.directory != baseline.directory
-    if not in_bf16 or not all(traces.is_traced(directory) for directory in directories):
+    if not in_bf16 or not all(is_of_this_release(one.directory / DIRECTORY) for one in (run, baseline)):
         return []
-    return traces.differences_in_bf16(*directories)
+    return differences_in_bf16(trace_of_run(run.directory), trace_of_run(baseline.directory), ITERATION)
 
 
 def own_contradictions(run: Run) -> list[str]:
@@ -303,12 +306,13 @@ def own_contradictions(run: Run) -> list[str]:
 
     Raises Problem.
     """
-    if not traces.is_traced(run.directory):
+    if not is_of_this_release(run.directory / DIRECTORY):
         return []
     # A line has the mean loss of its interval.
     losses = curve(run) if run.plan.number("LOG_INTERVAL") == 1 else {}
     in_16_bits = run.plan.zero_stage > 0 and run.plan.precision != "fp32"
-    return traces.contradictions(run.directory, losses, curve(run, "grad_norm"), sums_in_16_bits=in_16_bits)
+    norms = curve(run, "grad_norm")
+    return contradictions(trace_of_run(run.directory), losses, norms, sums_in_16_bits=in_16_bits)
 
 
 class ReferenceLines(msgspec.Struct):
@@ -465,6 +469,8 @@ def report(verdicts: Sequence[RunVerdict], blind: Sequence[str]) -> str:
         if run:
             of_run = [run.engine, f"{run.layout.tp}/{run.layout.pp}/{run.layout.dp}", run.layout.micro_batches]
             notes += run.remarks
+            if is_of_an_older_release(run.directory / DIRECTORY):
+                notes.append(f"{entry}: an older release wrote its trace, so it is judged by its curves alone")
             if entry.passed and run.layout.dp == 1 and run.strategy != BASELINE_STRATEGY:
                 single = "so a mistake in reducing gradients could hide: docs/parity_evidence.md has settings for more"
                 alone = "in one process, which says nothing about parallelism"
@@ -490,8 +496,9 @@ def locations(directories: Sequence[Path], baseline: Path | None) -> str:
     lines = []
     for directory in directories:
         if directory.resolve() != standard.resolve():
-            location = traces.first_difference(directory, standard)
-            lines.append(f"{directory.name}: {location or 'nothing differs beyond rounding'}")
+            place = first_difference(trace_of_run(directory), trace_of_run(standard))
+            said = place.sentence(ITERATION) if place else "nothing differs beyond rounding"
+            lines.append(f"{directory.name}: {said}")
     return "\n".join(lines)
 
 

@@ -22,8 +22,8 @@ LEAF = "packages/judge/src/training_comparison"
 PACKAGES = {room for room in ROOMS if room.startswith("packages/") and room != LEAF}
 # They are also used without this repository: beside the standard library only by what their pyproject or the user adds.
 ALONE = {
-    LEAF: {"torch"},
-    "packages/judge": {"torch", "deepspeed", "tensorboard", "wandb"},
+    LEAF: {"torch", "deepspeed"},
+    "packages/judge": {"tensorboard", "wandb"},
 }
 # The room of each package that is imported by another name than t5bench or native.
 ROOM_OF_IMPORT = {

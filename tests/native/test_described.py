@@ -16,8 +16,9 @@ from native import gpt, layers, positions, sequence_parallel, t5
 from native.data_parallel import TorchTrainer
 from native.parallel import Mesh
 from native.trace import traced
-from t5bench.compare.traces import first_difference
 from training_comparison.curves import TOLERANCE
+from training_comparison.first_difference import first_difference
+from training_comparison.traces import trace_of_run
 
 STEPS = 5
 MOST = TOLERANCE["fp32"].loss  # of a gate in fp32, as of a norm
@@ -160,10 +161,11 @@ def test_a_mistake_in_a_new_part_is_seen_and_placed(name: str, tmp_path: Path):
         return in_processes(config, STRATEGIES[strategy], folder, watched, *flags, mistake=mistake)[0]
 
     baseline = run("baseline", "ddp", lambda _: None)
-    honest = run("honest", strategy, lambda _: None)
-    wrong = run("wrong", strategy, mistake)
-    assert largest_difference(honest, baseline) <= MOST < largest_difference(wrong, baseline)
-    assert first_difference(tmp_path / "honest", tmp_path / "baseline") is None
-    found = first_difference(tmp_path / "wrong", tmp_path / "baseline")
+    curve_of_honest = run("honest", strategy, lambda _: None)
+    curve_of_wrong = run("wrong", strategy, mistake)
+    assert largest_difference(curve_of_honest, baseline) <= MOST < largest_difference(curve_of_wrong, baseline)
+    honest, wrong, right = (trace_of_run(tmp_path / name) for name in ("honest", "wrong", "baseline"))
+    assert first_difference(honest, right) is None
+    found = first_difference(wrong, right)
     assert found is not None
-    assert (found.iteration, found.phase, found.name) == place
+    assert (found.step, found.phase, found.name) == place

@@ -10,13 +10,13 @@ import pytest
 from real_runs import GATE, TIME_LIMIT, environment, make_clone, train
 from support import REPO_ROOT
 
-from t5bench import Problem
 from t5bench.compare.parity import own_contradictions, verdict
-from t5bench.compare.traces import PHASES, Location, Trace, first_difference
 from t5bench.plan.ports import free_port
 from t5bench.record.records import load
 from t5bench.record.run import Run
 from t5bench.sweep.parity_check import ARGUMENTS, TRACE
+from training_comparison.first_difference import Place, first_difference
+from training_comparison.traces import PHASES, trace_of_run
 
 # Python imports this before anything else; PLANT is code.
 HOOK = f"""
@@ -124,8 +124,8 @@ def baseline(sample_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Run
     return traced(sample_data, tmp_path_factory.mktemp("traces") / "ddp", "ddp")
 
 
-def located(run: Run, baseline: Run) -> Location | None:
-    return first_difference(run.directory, baseline.directory)
+def located(run: Run, baseline: Run) -> Place | None:
+    return first_difference(trace_of_run(run.directory), trace_of_run(baseline.directory))
 
 
 @pytest.mark.slow
@@ -173,13 +173,13 @@ def test_a_mistake_of_one_layout_is_located(sample_data: Path, tmp_path: Path, b
     assert text.count(right) == 1, f"{file} has {text.count(right)} of {right!r}"
     path.write_text(text.replace(right, wrong))
     try:
-        location = located(trained_in(copy, sample_data, tmp_path / strategy, strategy), baseline)
+        found = located(trained_in(copy, sample_data, tmp_path / strategy, strategy), baseline)
     finally:
         path.write_text(text)
-    assert location is not None
-    words = [location.iteration, location.phase, location.name.replace(" ", "-"), *location.ranks]
+    assert found is not None
+    words = [found.step, found.phase, found.name.replace(" ", "-"), *found.ranks]
     assert " ".join(map(str, words)) == place
-    assert str(location).startswith(f"first differs at iteration {location.iteration}, ")
+    assert found.sentence("iteration").startswith(f"first differs at iteration {found.step}, ")
 
 
 def test_what_a_mistake_replaces_is_there_once():
@@ -244,14 +244,3 @@ def test_fsdp2_that_reduces_in_bf16_contradicts_its_own_numbers(sample_data: Pat
         assert "has only values of 16 bits" in "; ".join(sentences)
     else:
         assert sentences == []
-
-
-def test_a_damaged_trace_is_named(tmp_path: Path):
-    with pytest.raises(Problem, match="there is no trace in"):
-        Trace(tmp_path)
-    place = '{"phase": "layout", "tp": 0, "dp": 0, "pp": 0, "dp_size": 1, "precision": "fp32"}'
-    (tmp_path / "trace").mkdir()
-    for damage in ("", "{}", place.replace("0", '"x"'), f'{place}\n{{"phase": "forward", "iteration": "one"}}'):
-        (tmp_path / "trace" / "rank0.jsonl").write_text(damage)
-        with pytest.raises(Problem, match="has no readable trace"):
-            Trace(tmp_path)

@@ -1,4 +1,4 @@
-"""Loops that are not ours, which call audit(): DDP, FSDP2, ZeRO, tensor parallelism, Trainer, accelerate, torchtitan's.
+"""Loops that are not ours, which StepTrace traces: DDP, FSDP2, ZeRO, tensor parallelism, Trainer, accelerate.
 
 python -m torch.distributed.run --nproc-per-node 2 loops.py DIRECTORY KIND[=MISTAKE][@SEED,WIDTH] ...
 """
@@ -16,11 +16,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-FILE = Path(__file__).parents[1] / "src" / "t5bench_judge" / "audit.py"
-SPECIFICATION = importlib.util.spec_from_file_location("audit", FILE)  # a file alone, as others would copy it
+FILE = Path(__file__).parents[1] / "src" / "training_comparison" / "step_trace.py"
+SPECIFICATION = importlib.util.spec_from_file_location("step_trace", FILE)  # a file alone, as others would copy it
 MODULE = importlib.util.module_from_spec(SPECIFICATION)
 SPECIFICATION.loader.exec_module(MODULE)
-audit = MODULE.audit
+OwnPart = MODULE.OwnPart
+StepTrace = MODULE.StepTrace
 
 STEPS = 6
 SAMPLES = 8  # of a step, of all ranks together
@@ -58,14 +59,24 @@ def samples(step: int, rank: int, world: int) -> tuple[Tensor, Tensor]:
     return own[:, :-1], own[:, 1:]
 
 
-def plain(directory: str, mistake: str, wrap: Callable[[Model], nn.Module], **options: Any) -> None:
-    """A loop in PyTorch, such as torchtitan's: forward, backward, clipping, update."""
+def plain(directory: str, mistake: str, wrap: Callable[[Model], nn.Module], replicas: int = 0, **options: Any) -> None:
+    """A loop in PyTorch, such as torchtitan's: forward, backward, clipping, update.
+
+    replicas: processes that read other samples; 0 if all do.
+    """
     rank = dist.get_rank()
-    world = 1 if "slices" in options else dist.get_world_size()
-    model = wrap(make_model())
+    world = replicas or dist.get_world_size()
+    own = rank % world
+    inner = make_model()
+    modules = {name: getattr(inner, name) for name in ("embedding", "norm", "head")}
+    model = wrap(inner)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+    trace = StepTrace(directory, model, **options)
+    trace.watch(modules, lambda number: own * SAMPLES // world, world)
     for step in range(1, STEPS + 1):
-        inputs, labels = samples(step, rank if world > 1 else 0, world)
+        inputs, labels = samples(step, own, world)
+        if mistake == "forward" and step == 2 and rank == world - 1:
+            inner.norm.eps = 1e-3
         is_wrong = mistake == "no reduction" and step == 3
         with model.no_sync() if is_wrong and hasattr(model, "no_sync") else nullcontext():
             loss = F.cross_entropy(model(inputs).flatten(0, 1), labels.flatten())
@@ -73,14 +84,27 @@ def plain(directory: str, mistake: str, wrap: Callable[[Model], nn.Module], **op
         if mistake == "scale" and step >= 2:
             named = dict(model.named_parameters())
             next(value for name, value in named.items() if name.endswith("second.weight")).grad.mul_(2)
-        line = audit(model, optimizer, step=step, directory=directory, loss=loss, **options)
-        for parameter in model.parameters():  # clip_grad_norm_ knows nothing of slices
-            parameter.grad.mul_(min(1.0, 1.0 / (line["grad_norm"] + 1e-6)))
+        trace.step(step, loss)
+        clip(model, options)
         optimizer.step()
         optimizer.zero_grad()
         if mistake == "one rank" and step == 3 and rank == 1:
             with torch.no_grad():
                 next(iter(model.parameters())).add_(1e-3)
+
+
+def clip(model: nn.Module, options: dict[str, Any]) -> None:
+    """To a norm of 1; PyTorch's own knows nothing of slices."""
+    divided = options.get("parts", lambda name: None)
+    square = torch.zeros(())
+    for name, parameter in model.named_parameters():
+        own = MODULE.gathered(parameter.grad).square().sum()
+        if divided(name):
+            dist.all_reduce(own)
+        square += own
+    factor = min(1.0, 1.0 / (float(square.sqrt()) + 1e-6))
+    for parameter in model.parameters():
+        parameter.grad.mul_(factor)
 
 
 def ddp(directory: str, mistake: str) -> None:
@@ -109,7 +133,7 @@ def tensor(directory: str, mistake: str) -> None:
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     how = {"first": ColwiseParallel(), "second": RowwiseParallel()}
-    plain(directory, mistake, lambda model: parallelize_module(model, mesh, how), slices=lambda name: None)
+    plain(directory, mistake, lambda model: parallelize_module(model, mesh, how), replicas=1)
 
 
 class Enter(torch.autograd.Function):
@@ -155,9 +179,14 @@ def sliced(directory: str, mistake: str) -> None:
         model.second.weight = nn.Parameter(model.second.weight.detach().chunk(world, 1)[rank].clone())
         return model
 
-    divided = ("first.weight", "first.bias", "second.weight")
-    group = dist.group.WORLD
-    plain(directory, mistake, wrap, slices=lambda name: group if name in divided else None)
+    inner = 4 * CHOSEN["width"]
+    length = inner // dist.get_world_size()
+    dim_of = {"first.weight": 0, "first.bias": 0, "second.weight": 1}
+
+    def part(name: str) -> Any:
+        return OwnPart(dim_of[name], [(dist.get_rank() * length, length)]) if name in dim_of else None
+
+    plain(directory, mistake, wrap, replicas=1, parts=part)
 
 
 def zero(stage: int) -> Callable[[str, str], None]:
@@ -174,11 +203,12 @@ def zero(stage: int) -> Callable[[str, str], None]:
             "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
         }
         engine, optimizer, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+        trace = StepTrace(directory, engine)
         for step in range(1, STEPS + 1):
             inputs, labels = samples(step, dist.get_rank(), dist.get_world_size())
             loss = engine(inputs, labels)["loss"]
             engine.backward(loss * (1.5 if mistake == "scale" else 1.0))
-            audit(engine, optimizer, step=step, directory=directory, loss=loss)
+            trace.step(step, loss)
             engine.step()
 
     return train
@@ -188,9 +218,12 @@ def trainer(directory: str, mistake: str) -> None:
     """transformers' Trainer."""
     from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
 
-    class Audited(TrainerCallback):
-        def on_pre_optimizer_step(self, args, state, control, model=None, optimizer=None, **kwargs):
-            audit(model, optimizer, step=state.global_step + 1, directory=directory, loss=losses[-1])
+    class Traced(TrainerCallback):
+        def on_train_begin(self, args, state, control, model=None, **kwargs):
+            self.trace = StepTrace(directory, model)
+
+        def on_pre_optimizer_step(self, args, state, control, **kwargs):
+            self.trace.step(state.global_step + 1, losses[-1])
 
     losses: list[float] = []
 
@@ -205,7 +238,7 @@ def trainer(directory: str, mistake: str) -> None:
     options = {"max_steps": STEPS, "per_device_train_batch_size": 4, "learning_rate": 1e-2, "max_grad_norm": 0.0}
     quiet = {"report_to": [], "save_strategy": "no", "disable_tqdm": True, "use_cpu": True, "logging_steps": 100}
     arguments = TrainingArguments(output_dir=f"{directory}-trainer", **options, **quiet)
-    WithLoss(make_model(), arguments, train_dataset=rows, callbacks=[Audited()]).train()
+    WithLoss(make_model(), arguments, train_dataset=rows, callbacks=[Traced()]).train()
 
 
 def accelerate(directory: str, mistake: str) -> None:
@@ -214,11 +247,12 @@ def accelerate(directory: str, mistake: str) -> None:
     accelerator = Accelerator(cpu=True)
     model = make_model()
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3))
+    trace = StepTrace(directory, model)
     for step in range(1, STEPS + 1):
         inputs, labels = samples(step, accelerator.process_index, accelerator.num_processes)
         loss = model(inputs, labels)["loss"]
         accelerator.backward(loss)
-        audit(model, optimizer, step=step, directory=directory, loss=loss)
+        trace.step(step, loss)
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()

@@ -4,18 +4,18 @@ A gate compares a training with the reference, the same recipe in one process. T
 which no other layout has: they compare with the same layout before the mistake, as their documentation does.
 """
 
-import copy
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gate_score.trainer import Recipe
-from t5bench_judge.audits import first_difference
 from t5bench_judge.columns import Names
 from t5bench_judge.logs import Log, read_log
 from t5bench_judge.verdict import answer
 from training_comparison.curves import TOLERANCE, Curves, compare
+from training_comparison.first_difference import copies_apart, first_difference
+from training_comparison.traces import Trace
 from training_comparison.verdict import DIFFERENT, hidden_by_recipe, verdict_on
 
 
@@ -146,37 +146,36 @@ def judge(pair: Pair) -> str:
     return found.likely or "different" if found.verdict == DIFFERENT else ""
 
 
-def judge_with_audit(pair: Pair) -> str:
-    """judge --locate A B, of the lines that audit() wrote."""
-    return said_of_audits(*audits(pair), pair.recipe.precision)
+def judge_with_traces(pair: Pair) -> str:
+    """judge --locate A B, of the traces."""
+    return said_of_traces(*traces(pair), pair.recipe.precision)
 
 
 def first_step_alone(pair: Pair) -> str:
     """judge --locate A B, of the first step: the initial weights and the gradients before anything is updated."""
     if pair.recipe.resume_after:
         return ""
-    return said_of_audits(*map(begin, audits(pair)), pair.recipe.precision)
+    return said_of_traces(*map(begin, traces(pair)), pair.recipe.precision)
 
 
-def audits(pair: Pair) -> tuple[Log, Log]:
-    return read_log(pair.tried / "audit", Names()), read_log(pair.reference / "audit", Names())
+def traces(pair: Pair) -> tuple[Log, Log]:
+    return read_log(pair.tried / "trace", Names()), read_log(pair.reference / "trace", Names())
 
 
 def begin(log: Log) -> Log:
     """Its first step."""
-    audit = copy.copy(log.audit)
-    start = min(audit.lines)
-    audit.lines = {start: audit.lines[start]}
+    start = log.trace.steps[0]
+    trace = Trace(log.trace.headers, {key: lines for key, lines in log.trace.lines.items() if key[0] == start})
     curves = Curves({start: log.curves.loss[start]}, {start: log.curves.norm[start]}, log.curves.name)
-    return replace(log, audit=audit, curves=curves)
+    return replace(log, trace=trace, curves=curves)
 
 
-def said_of_audits(tried: Log, reference: Log, precision: str) -> str:
+def said_of_traces(tried: Log, reference: Log, precision: str) -> str:
     found = answer(tried, reference, precision).found
     if found.verdict == DIFFERENT:
         return found.likely or "different"
-    place = first_difference(tried.audit, reference.audit, precision)
-    return f"first differs at {place}" if place else ""
+    place = first_difference(tried.trace, reference.trace, precision)
+    return place.sentence() if place else ""
 
 
 def parity(pair: Pair) -> str:
@@ -196,12 +195,12 @@ def shows(pair: Pair) -> list[str]:
     """Where a difference from the reference is seen, within the bounds of the precision."""
     tried, reference = (curves(lines_of(directory)) for directory in (pair.tried, pair.reference))
     compared = compare(tried, reference, TOLERANCE[pair.recipe.precision])
-    log, other = audits(pair)
+    log, other = traces(pair)
     seen = {
         "loss": compared.loss and compared.loss.is_beyond,
         "norm": compared.norm and compared.norm.is_beyond,
-        "some ranks": log.audit.apart(),
-        "a parameter": first_difference(log.audit, other.audit, pair.recipe.precision),
+        "some ranks": copies_apart(log.trace),
+        "a parameter": first_difference(log.trace, other.trace, pair.recipe.precision),
     }
     return [name for name, is_seen in seen.items() if is_seen]
 
@@ -214,6 +213,6 @@ OTHERS = {
     "torchtitan's loss comparison": torchtitan,
     "bits of one rank's log": bits_of_one_rank,
 }
-OURS = {"parity check": parity, "judge": judge, "judge --locate": judge_with_audit}
+OURS = {"parity check": parity, "judge": judge, "judge --locate": judge_with_traces}
 REGRESSION = ("torchtitan's loss comparison", "bits of one rank's log")  # compare with the same layout
 GATES = OTHERS | OURS

@@ -35,7 +35,7 @@ class Result:
     """Pairs without a mistake."""
     same_layout: int
     before_the_first_update: dict[str, str]
-    """Defects that prove, or the audit's first line of each rank, shows; and by what."""
+    """Defects that prove, or the traces' first step, shows; and by what."""
     training_seconds: float
 
     def to_json(self) -> dict[str, Any]:

@@ -3,16 +3,18 @@
 import argparse
 import json
 import math
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from t5bench_judge.audits import Audit, first_difference, of_the_ranks
 from t5bench_judge.columns import Names
 from t5bench_judge.logs import Log, read_log
 from t5bench_judge.verdict import Answer, answer
 from training_comparison.curves import TOLERANCE, Difference
+from training_comparison.first_difference import copies_apart, first_difference
+from training_comparison.likely import ranks_in_words
 from training_comparison.problem import Problem
+from training_comparison.traces import DIRECTORY, Trace, is_trace, trace_of_run
 from training_comparison.verdict import DIFFERENT, EQUAL, EXIT_DIFFERENT, EXIT_NOT_SHOWN, NOT_SHOWN
 
 DESCRIPTION = (
@@ -36,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--precision", choices=tuple(TOLERANCE), help="of the training (default: a run directory's own, else fp32)"
     )
-    locate = "name the step and module where two audits first differ (docs/judge.md, audit)"
+    locate = "name the step, the tensor and the ranks where two traces first differ (step_trace.py writes them)"
     parser.add_argument("--locate", action="store_true", help=locate)
     parser.add_argument("--json", action="store_true", help="for programs")
 
@@ -71,26 +73,27 @@ def lines_of(answered: Answer) -> list[str]:
     return lines
 
 
-def located(logs: tuple[Log, Log], precision: str) -> str:
-    """Raises Problem where a log is no audit."""
-    first, second = (audit_of(log) for log in logs)
+def located(first: Trace, second: Trace, names: tuple[str, str], precision: str) -> str:
     lines = []
-    place = first_difference(first, second, precision)
-    for log, audit, other in ((logs[0], first, second), (logs[1], second, first)):
-        apart = audit.apart()
+    for name, trace, other in ((names[0], first, second), (names[1], second, first)):
+        apart = copies_apart(trace, other)
         if apart:
-            place_of_ranks = replace(apart, ranks=of_the_ranks(apart, other, audit))
-            lines.append(f"the ranks of {log.name} first have other parameters at {place_of_ranks}")
+            where = f"{apart.name} ({apart.differing} of {apart.compared} parameters), {ranks_in_words(apart.ranks)}"
+            lines.append(f"the ranks of {name} have different copies of weights from step {apart.step} on: {where}")
+    place = first_difference(first, second, precision)
     if place or not lines:
-        lines.append(f"first differs at {place}" if place else "nothing differs beyond rounding")
+        lines.append(place.sentence() if place else "nothing differs beyond rounding")
     return "\n".join(lines)
 
 
-def audit_of(log: Log) -> Audit:
-    """Raises Problem."""
-    if not log.audit:
-        raise Problem(f"{log.name} is no audit, so nobody knows what its modules did", "docs/judge.md: audit")
-    return log.audit
+def trace_of(log: Log, path: Path) -> Trace:
+    """A log's own, or that of a run directory. Raises Problem."""
+    if log.trace:
+        return log.trace
+    if not is_trace(path / DIRECTORY):
+        found = f"{log.name} has no trace, so nobody knows what its modules did"
+        raise Problem(found, "Write one: packages/judge/README.md, 'Which tensor, which rank'")
+    return trace_of_run(path)
 
 
 def to_json(answered: Answer) -> dict[str, Any]:
@@ -113,7 +116,10 @@ def judged(arguments: argparse.Namespace) -> tuple[int, str]:
     logs = (read_log(arguments.first, names), read_log(arguments.second, names))
     precision = precision_of(arguments, logs)
     answered = answer(*logs, precision)
-    place = located(logs, precision) if arguments.locate else ""
+    place = ""
+    if arguments.locate:
+        traces = trace_of(logs[0], arguments.first), trace_of(logs[1], arguments.second)
+        place = located(*traces, (logs[0].name, logs[1].name), precision)
     if arguments.json:
         text = json.dumps(to_json(answered) | ({"place": place} if arguments.locate else {}))
     else:

@@ -1,7 +1,7 @@
 """The loss and gradient norm of every logged step, from the logs of any trainer.
 
 Tables, JSON, the lines that trainers print, TensorBoard's event files, W&B's offline runs, run directories of
-T5-Parallelism and audits.
+T5-Parallelism and traces.
 """
 
 import gzip
@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from t5bench_judge import columns, lines
-from t5bench_judge.audits import Audit, is_audit
 from t5bench_judge.columns import Names, Row
 from t5bench_judge.event_files import tensorboard_rows, wandb_rows
 from training_comparison.curves import TOLERANCE, Curves, relative_difference
 from training_comparison.given_files import read_file
 from training_comparison.problem import Problem
+from training_comparison.traces import Trace, is_trace, read_trace
 
 REMEDY = (
     "Give a log with a line for each step that names the step, the loss and the gradient norm: JSON lines, CSV, what "
@@ -59,8 +59,8 @@ class Log:
     """Of an iteration; 0 if it is not known."""
     settings: Mapping[str, str] = field(default_factory=dict)
     """Those that decide what is trained, if the log says them."""
-    audit: Audit | None = None
-    """What each rank had, if audit() wrote the log."""
+    trace: Trace | None = None
+    """What each rank computed, if the log is such a trace."""
     notes: Sequence[str] = ()
 
     @property
@@ -143,11 +143,12 @@ def text_of(path: Path) -> str:
 def _of_directory(path: Path, names: Names) -> Log:
     if (path / "run.json").is_file() or any(path.glob("node[0-9]*.json")):
         return _of_run(path)
-    if is_audit(path):
-        audit = Audit(path)
-        if not audit.loss:
-            raise Problem(f"the audit in {path} has no loss", "Pass it: audit(..., loss=loss)")
-        return Log(path.name, "audit", Curves(audit.loss, audit.norm, path.name), audit=audit)
+    if is_trace(path):
+        trace = read_trace(path)
+        if not trace.losses:
+            raise Problem(f"the trace in {path} has no loss", "Pass it: trace.step(step, loss)")
+        curves = Curves(trace.losses, trace.norms, path.name)
+        return Log(path.name, "trace", curves, precision=trace.header.precision, trace=trace)
     events = sorted(path.glob("*tfevents*"))
     if events:  # one for each time that the training was resumed
         return of_rows(path.name, "TensorBoard", [row for file in events for row in tensorboard_rows(file)], names)

@@ -8,7 +8,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from t5bench_judge.audits import of_the_ranks, ranks_apart
 from t5bench_judge.logs import Log, resolution
 from training_comparison.curves import (
     LOSS,
@@ -19,6 +18,7 @@ from training_comparison.curves import (
     Tolerance,
     compare,
 )
+from training_comparison.first_difference import copies_apart, ranks_by_loss
 from training_comparison.likely import ranks_in_words
 from training_comparison.problem import Problem
 from training_comparison.verdict import DIFFERENT, BlindSpot, Verdict, hidden_by_recipe, verdict_on
@@ -253,25 +253,25 @@ def _hidden_by_rounding(what: str, curve: Mapping[int, float], rounded: float, b
 
 # ---- one rank ------------------------------------------------------------------------------------------------------
 
-COPIES = "{who} has other parameters than the rest {where}: an update, a broadcast or a reduction left it out"
+COPIES = "{who} other parameters than the rest {where}: an update, a broadcast or a reduction left out a rank"
 
 
 def _of_one_rank(first: Log, second: Log, compared: Comparison) -> str:
-    """What the audits say of copies that are not the same on all ranks; "" if they are, or nothing is known."""
+    """What the traces say of copies that are not the same on all ranks; "" if they are, or nothing is known."""
     for own, other in ((first, second), (second, first)):
-        apart = own.audit.apart() if own.audit else None
-        if not own.audit or not apart:
+        apart = copies_apart(own.trace, other.trace) if own.trace else None
+        if not own.trace or not apart:
             continue
-        ranks = of_the_ranks(apart, other.audit, own.audit) if other.audit else apart.ranks
-        few = ranks_in_words(ranks)
-        who = f"{few} of {own.name}" if len(ranks) < len(own.audit.lines[apart.step]) else f"the ranks of {own.name}"
-        where = f"at step {apart.step}, first in {apart.modules[0]} ({len(apart.modules)} of {apart.of} modules)"
-        kind = "one rank" if len(ranks) == 1 else "some ranks"
-        return f"{kind}: {COPIES.format(who=who, where=where)}"
+        where = f"at step {apart.step}, first in {apart.name} ({apart.differing} of {apart.compared} parameters)"
+        if len(apart.ranks) == 1:
+            who = f"one rank: {ranks_in_words(apart.ranks)} of {own.name} has"
+        else:
+            who = f"some ranks: {ranks_in_words(apart.ranks)} of {own.name} have"
+        return COPIES.format(who=who, where=where)
     differences = compared.beyond
     loss = differences[0] if differences and differences[0].what == LOSS else None
-    if first.audit and second.audit and loss and all(_begins(loss) <= _begins(one) for one in differences):
-        ranks = ranks_apart(first.audit, second.audit, _begins(loss), loss.bound)
+    if first.trace and second.trace and loss and all(_begins(loss) <= _begins(one) for one in differences):
+        ranks = ranks_by_loss(first.trace, second.trace, _begins(loss), loss.bound)
         if ranks:
             kind = "one rank" if len(ranks) == 1 else "some ranks"
             return f"{kind}: {ranks_in_words(ranks)} has another loss at step {loss.step}, and the others agree"

@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 from t5bench import REPOSITORY, Problem, need_checkout, note, raise_on_signals
-from t5bench.compare.traces import first_difference
 from t5bench.plan.launchers import accepted, declared
 from t5bench.plan.ports import free_port
 from t5bench.printed_table import text_table
@@ -69,6 +68,8 @@ from t5bench_ledger.modes import (
 from t5bench_ledger.spans import published
 from t5bench_ledger.words import size_in_words
 from training_comparison.curves import Curves
+from training_comparison.first_difference import first_difference
+from training_comparison.traces import trace_of_run
 
 PATIENCE_SECONDS = 15
 EVERY = "every"
@@ -340,10 +341,10 @@ class Ledger:
             return f"it cannot be traced: {judge.why(logs(traced))}"
         try:
             reference = self.train_reference(worker, mode, alone=strategy == BASELINE, with_trace=True)
-            location = first_difference(traced, reference)
+            place = first_difference(trace_of_run(traced), trace_of_run(reference))
         except Problem as problem:
             return f"it cannot be traced: {problem.found}"
-        return f"first in {location.place}" if location else "its trace shows no difference beyond rounding"
+        return f"first in {place.where('iteration')}" if place else "its trace shows no difference beyond rounding"
 
     def measure(self, worker: Worker, strategy: str, mode: Mode, directory: Path) -> tuple[judge.CellVerdict, float]:
         """The verdict on a cell, and the seconds that it took."""
