@@ -25,7 +25,7 @@ from t5bench.costmodel.schedule import (
 EXIT_CONFIGURATION = 2
 
 
-class Parser(argparse.ArgumentParser):
+class FlagParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise Problem(message, "python -m native.pretrain_t5 --help lists the flags")
 
@@ -165,10 +165,10 @@ def start(run: Callable[[argparse.Namespace], None], family: str = "t5") -> None
         raise SystemExit(EXIT_CONFIGURATION) from None
 
 
-def make_parser(family: str = "t5", *, is_complete: bool = True) -> Parser:
+def make_parser(family: str = "t5", *, is_complete: bool = True) -> FlagParser:
     """is_complete: the command line has all flags that must be given, and may ask for --help."""
     usage = f"torchrun ... native/pretrain_{family}.py FLAGS"
-    parser = Parser(usage=usage, description=__doc__, allow_abbrev=False, add_help=is_complete)
+    parser = FlagParser(usage=usage, description=__doc__, allow_abbrev=False, add_help=is_complete)
     for flag, kind, default, meaning in FLAGS_OF[family] + FLAGS:
         if kind is bool:
             parser.add_argument(flag, action="store_true", help=meaning)

@@ -67,7 +67,7 @@ def print_line(line: str) -> None:
 
 
 @dataclass(frozen=True)
-class Curves:
+class IntervalCurves:
     """The iterations of an interval between two lines."""
 
     last: int
@@ -167,7 +167,7 @@ class Metrics:
         losses, norms, rates = zip(*self.interval, strict=True)
         mean_losses = self.mesh.dp.all_reduce(torch.stack(losses)) / self.mesh.dp.size  # [iterations]
         if self.reports:
-            curves = Curves(iteration, mean_losses.tolist(), torch.stack(norms).tolist(), list(rates))
+            curves = IntervalCurves(iteration, mean_losses.tolist(), torch.stack(norms).tolist(), list(rates))
             speed = Speed(
                 seconds, samples=self.samples, tokens=self.tokens, flops=self.flops, gpus=self.args.world_size
             )
@@ -175,7 +175,7 @@ class Metrics:
             self.plot_interval(curves, speed)
         self.interval = []
 
-    def print_iteration(self, curves: Curves, speed: Speed) -> None:
+    def print_iteration(self, curves: IntervalCurves, speed: Speed) -> None:
         consumed = curves.last * self.samples
         print_line(
             f" iteration {curves.last:8d}/{self.args.train_iters:8d} |"
@@ -195,7 +195,7 @@ class Metrics:
             f" TFLOPs: {speed.tflops / speed.gpus:.2f} |"
         )
 
-    def plot_interval(self, curves: Curves, speed: Speed) -> None:
+    def plot_interval(self, curves: IntervalCurves, speed: Speed) -> None:
         """The curves of each iteration, and the speed at the last one."""
         first = curves.last - len(curves.losses) + 1
         points = zip(curves.losses, curves.norms, curves.rates, strict=True)

@@ -27,7 +27,7 @@ from t5bench.record.run import Run
 from t5bench.record.status import COMPLETE, RUNNING
 from training_comparison import verdict as answers
 from training_comparison.contradictions import contradictions
-from training_comparison.curves import TOLERANCE, Comparison, Curves, Difference, compare
+from training_comparison.curves import TOLERANCE, ComparedCurves, Curves, Difference, compare
 from training_comparison.first_difference import differences_in_bf16, first_difference
 from training_comparison.traces import DIRECTORY, is_of_an_older_release, is_of_this_release, trace_of_run
 from training_comparison.verdict import (
@@ -78,7 +78,7 @@ def curves_of(run: Run, losses: Mapping[int, float] | None = None) -> Curves:
     return Curves(curve(run) if losses is None else losses, curve(run, "grad_norm"), run.name)
 
 
-def compare_runs(run: Run, baseline: Run) -> Comparison:
+def compare_runs(run: Run, baseline: Run) -> ComparedCurves:
     """Two runs of one training, in the bounds of their precision; its loss and norm are None without common lines."""
     theirs = curves_of(baseline)
     return compare(curves_of(run, losses_beside(run, baseline)), theirs, TOLERANCE[baseline.plan.precision])
@@ -112,7 +112,7 @@ class Parity:
         return " ".join([self.verdict, *(f"({words})" for words in (self.why, self.where) if words)])
 
 
-def where_in_words(compared: Comparison) -> str:
+def where_in_words(compared: ComparedCurves) -> str:
     """The larger of the two differences, in units of their bounds, and its iteration."""
     loss, norm = compared.loss, compared.norm
     is_in_norm = bool(norm and norm.is_beyond and not (loss and loss.is_beyond))
@@ -269,7 +269,7 @@ def verdict(run: Run, baseline: Run) -> RunVerdict:
     return RunVerdict(name, run, compared.loss, compared.norm, reasons, [spot.sentence for spot in found.hidden])
 
 
-def described(compared: Comparison, found: Verdict, run: Run, baseline: Run) -> list[str]:
+def described(compared: ComparedCurves, found: Verdict, run: Run, baseline: Run) -> list[str]:
     """How far the curves are apart, where it begins, what to check first and what it is like."""
     reasons = []
     for differs in found.differences:

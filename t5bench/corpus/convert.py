@@ -40,7 +40,7 @@ MOST_UNUSABLE = 20  # rows, after which the rest of a source is not read any mor
 MOST_NAMED = 5
 
 
-class Piece(NamedTuple):
+class ConvertedBlock(NamedTuple):
     """A block's documents, converted."""
 
     counts: Counter[str]
@@ -54,7 +54,7 @@ class Piece(NamedTuple):
     """Rows that cannot become documents."""
 
 
-def convert(block: Block, encoder: DocumentEncoder | None, limit: int | None = None) -> Piece:
+def convert(block: Block, encoder: DocumentEncoder | None, limit: int | None = None) -> ConvertedBlock:
     """The block's first `limit` documents with text; without ids if there is no encoder."""
     counts: Counter[str] = Counter(skipped_empty=0)
     articles: list[dict[str, str]] = []
@@ -82,7 +82,7 @@ def convert(block: Block, encoder: DocumentEncoder | None, limit: int | None = N
         counts.update(tokens=sum(sizes), special_text_documents=sum(map(encoder.has_special_text, texts)))
         tokens = np.concatenate([np.array([], np.int32), *ids]).astype(encoder.dtype).tobytes()
     lines = b"".join(msgspec.json.encode(article) + b"\n" for article in articles)
-    return Piece(counts, lines, tokens, sizes.tobytes(), tuple(unusable))
+    return ConvertedBlock(counts, lines, tokens, sizes.tobytes(), tuple(unusable))
 
 
 class ConversionProgress(NamedTuple):
@@ -195,7 +195,7 @@ def _progress_bar() -> tqdm:
     return tqdm(file=Steering(sys.stderr), total=1, bar_format=style, mininterval=seconds or 0.1, delay=seconds)
 
 
-def _name_skipped(piece: Piece, skipped_before: int) -> None:
+def _name_skipped(piece: ConvertedBlock, skipped_before: int) -> None:
     """Names rows that are left out, as long as they are few."""
     if skipped_before + piece.counts["skipped_invalid"] > MOST_NAMED:
         return
@@ -215,13 +215,15 @@ def _all_of(unusable: list[Unusable]) -> Problem:
     return Problem(f"{count} rows cannot be used: {reasons}{more}", "\n".join(remedies[:MOST_NAMED]))
 
 
-def _pieces(blocks: Iterator[Block], encoder: DocumentEncoder | None, workers: int) -> Iterator[tuple[Block, Piece]]:
+def _pieces(
+    blocks: Iterator[Block], encoder: DocumentEncoder | None, workers: int
+) -> Iterator[tuple[Block, ConvertedBlock]]:
     """All converted blocks, in order; for a source of few blocks, other processes are not worth starting."""
     converted_here = blocks if workers == 1 else list(islice(blocks, 3))
     for block in converted_here:
         yield block, convert(block, encoder)
     context = multiprocessing.get_context("fork")
-    waiting: deque[tuple[Block, Future[Piece]]] = deque()
+    waiting: deque[tuple[Block, Future[ConvertedBlock]]] = deque()
     with ProcessPoolExecutor(workers, context, _start_worker, (encoder, os.getpid())) as pool:
         try:
             for block in blocks:
@@ -253,5 +255,5 @@ def _start_worker(encoder: DocumentEncoder | None, parent: int) -> None:
         os._exit(1)
 
 
-def _convert(block: Block) -> Piece:
+def _convert(block: Block) -> ConvertedBlock:
     return convert(block, _encoder)

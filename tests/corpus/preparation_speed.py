@@ -54,7 +54,7 @@ def write_documents(path: Path, count: int) -> None:
 
 
 @dataclass(frozen=True)
-class Case:
+class ComparedTokenizer:
     """A tokenizer, in the words of both tools."""
 
     name: str
@@ -64,17 +64,17 @@ class Case:
     """Of the preparation here."""
 
 
-def cases_of(engine: Path) -> list[Case]:
+def cases_of(engine: Path) -> list[ComparedTokenizer]:
     pieces = str(SAMPLE / "tokenizer")
     merges = engine / "examples_deepspeed" / "rebase"
     gpt2 = ["--vocab-file", str(merges / "gpt2-vocab.json"), "--merge-file", str(merges / "gpt2-merges.txt")]
     return [
-        Case(
+        ComparedTokenizer(
             "T5, SentencePiece",
             ["--tokenizer-type", "HFTokenizer", "--tokenizer-model", pieces],
             {"MODEL_FAMILY": "t5", "TOKENIZER_MODEL": pieces},
         ),
-        Case(
+        ComparedTokenizer(
             "GPT, GPT2BPETokenizer",
             ["--tokenizer-type", "GPT2BPETokenizer", "--append-eod", *gpt2],
             {"MODEL_FAMILY": "gpt", "TOKENIZER_MODEL": str(merges)},
@@ -82,7 +82,7 @@ def cases_of(engine: Path) -> list[Case]:
     ]
 
 
-def seconds_of_the_engine(case: Case, source: Path, engine: Path) -> float:
+def seconds_of_the_engine(case: ComparedTokenizer, source: Path, engine: Path) -> float:
     (source.parent / "nltk.py").write_text(NLTK)
     environment = {"DS_ACCELERATOR": "cpu", "PYTHONPATH": f"{source.parent}:{engine}"}
     command = [sys.executable, str(engine / "tools" / "preprocess_data.py"), *case.options]
@@ -91,7 +91,7 @@ def seconds_of_the_engine(case: Case, source: Path, engine: Path) -> float:
     return processor_seconds(command, environment)
 
 
-def seconds_here(case: Case, source: Path) -> float:
+def seconds_here(case: ComparedTokenizer, source: Path) -> float:
     command = [sys.executable, "-m", "t5bench", "prepare-data"]
     settings = {
         "MEGATRON_DATA_DIR": str(source.parent / "ours"),

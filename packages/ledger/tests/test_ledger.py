@@ -562,8 +562,8 @@ def test_what_is_known_starts_no_process(monkeypatch, tmp_path):
     monkeypatch.setattr(measure, "start_worker", lambda *_: pytest.fail("a process was started"))
 
     def trains(torch: str | None, release: str, known: list[measure.Cell]) -> None:
-        column = measure.Column(torch, release, [("zero2", mode)])
-        measure.measure_column(ledger, column, tmp_path, measure.Progress(1), known, locates=False)
+        column = measure.EnvironmentColumn(torch, release, [("zero2", mode)])
+        measure.measure_column(ledger, column, tmp_path, measure.CellProgress(1), known, locates=False)
 
     trains(None, "0.19.8", known)
     trains("2.8.0", "0.19.8", known)

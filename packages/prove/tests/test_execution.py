@@ -103,8 +103,8 @@ def test_a_pipeline_sends_to_the_next_stage_and_receives_from_it():
     activations = 2 * 128 * 256 * 2
     messages = {one: count for one, count in execution.predicted(job, 5).items() if one.kind in ("send", "receive")}
     assert messages == {
-        execution.Collective("send", (5, 517), activations): 3,
-        execution.Collective("receive", (517, 5), activations): 3,
+        execution.ExecutedCollective("send", (5, 517), activations): 3,
+        execution.ExecutedCollective("receive", (517, 5), activations): 3,
     }
 
 

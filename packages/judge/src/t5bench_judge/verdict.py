@@ -12,7 +12,7 @@ from t5bench_judge.logs import Log, resolution
 from training_comparison.curves import (
     LOSS,
     TOLERANCE,
-    Comparison,
+    ComparedCurves,
     Curves,
     Difference,
     Tolerance,
@@ -209,7 +209,7 @@ ZERO_NORM = "every gradient norm is 0: nothing was trained, or it was read after
 CLIPPED_NORM = "it was probably logged after clipping, which hides its scale. Log the norm before clipping"
 
 
-def _hidden(first: Log, second: Log, compared: Comparison, steps: list[int]) -> list[BlindSpot]:
+def _hidden(first: Log, second: Log, compared: ComparedCurves, steps: list[int]) -> list[BlindSpot]:
     bounds = compared.bounds
     losses = [compared.second.loss[step] for step in steps]
     hidden = []
@@ -230,7 +230,7 @@ def _hidden(first: Log, second: Log, compared: Comparison, steps: list[int]) -> 
     return hidden
 
 
-def _hidden_by_norms(compared: Comparison, bounds: Tolerance) -> list[str]:
+def _hidden_by_norms(compared: ComparedCurves, bounds: Tolerance) -> list[str]:
     ours, theirs = compared.first, compared.second
     norms = [value for step, value in theirs.norm.items() if step in ours.norm]
     if not norms:
@@ -256,7 +256,7 @@ def _hidden_by_rounding(what: str, curve: Mapping[int, float], rounded: float, b
 COPIES = "{who} other parameters than the rest {where}: an update, a broadcast or a reduction left out a rank"
 
 
-def _of_one_rank(first: Log, second: Log, compared: Comparison) -> str:
+def _of_one_rank(first: Log, second: Log, compared: ComparedCurves) -> str:
     """What the traces say of copies that are not the same on all ranks; "" if they are, or nothing is known."""
     for own, other in ((first, second), (second, first)):
         apart = copies_apart(own.trace, other.trace) if own.trace else None

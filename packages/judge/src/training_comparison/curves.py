@@ -65,7 +65,7 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class ComparedCurves:
     """Two trainings, and how far they are apart."""
 
     first: Curves
@@ -94,9 +94,9 @@ class Comparison:
 EXACT = Tolerance(0.0, 0.0)
 
 
-def compare(first: Curves, second: Curves, bounds: Tolerance, rounded: Tolerance = EXACT) -> Comparison:
+def compare(first: Curves, second: Curves, bounds: Tolerance, rounded: Tolerance = EXACT) -> ComparedCurves:
     """rounded: absolute, how far the logs' rounding may have moved their two values together."""
-    return Comparison(
+    return ComparedCurves(
         first,
         second,
         bounds,

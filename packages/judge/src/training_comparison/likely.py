@@ -3,7 +3,15 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-from training_comparison.curves import LOSS, MEASURED_STEPS, NORM, Comparison, Curves, Difference, relative_difference
+from training_comparison.curves import (
+    LOSS,
+    MEASURED_STEPS,
+    NORM,
+    ComparedCurves,
+    Curves,
+    Difference,
+    relative_difference,
+)
 
 MOST_COPIES = 4096  # micro-batches or processes that a factor may come from
 SAME_FACTOR = 2e-3  # relative: a factor is recognized if it is so near
@@ -45,7 +53,7 @@ UPDATE = (
 )
 
 
-def likely(comparison: Comparison, clip: float = 0.0) -> str:
+def likely(comparison: ComparedCurves, clip: float = 0.0) -> str:
     """What differences are like, and why: one sentence; "" if nothing is beyond its bound.
 
     clip: the norm to which both trainings clip their gradients; 0 if it is not known.
@@ -79,7 +87,7 @@ def likely(comparison: Comparison, clip: float = 0.0) -> str:
     return f"agreement until step {first.step}: {UPDATE}"
 
 
-def has_drifted(comparison: Comparison) -> bool:
+def has_drifted(comparison: ComparedCurves) -> bool:
     """Whether the curves agree for as long as the bounds were measured, and then grow apart as rounding does."""
     if not comparison.beyond:
         return False
@@ -89,18 +97,18 @@ def has_drifted(comparison: Comparison) -> bool:
     return is_finite and is_late and _begins_as_a_drift(comparison, first)
 
 
-def _first(comparison: Comparison) -> Difference:
+def _first(comparison: ComparedCurves) -> Difference:
     return min(comparison.beyond, key=lambda found: found.step or 0)
 
 
-def _begins_as_a_drift(comparison: Comparison, first: Difference) -> bool:
+def _begins_as_a_drift(comparison: ComparedCurves, first: Difference) -> bool:
     """Rounding grows from step to step; a mistake jumps."""
     begins = relative_difference(first.first, first.second)
     is_near_the_bound = begins < DRIFT * first.bound and (first.step or 0) > comparison.start + 1
     return is_near_the_bound and _difference_before(comparison, first) > begins / DRIFT
 
 
-def _difference_before(comparison: Comparison, found: Difference) -> float:
+def _difference_before(comparison: ComparedCurves, found: Difference) -> float:
     """Relative, at the last common step before the first that differs."""
     ours = _curve(comparison.first, found.what)
     theirs = _curve(comparison.second, found.what)
@@ -108,7 +116,7 @@ def _difference_before(comparison: Comparison, found: Difference) -> float:
     return 0.0 if step is None else relative_difference(ours[step], theirs[step])
 
 
-def _of_gradients(comparison: Comparison, norm: Difference, loss: Difference | None, clip: float) -> str:
+def _of_gradients(comparison: ComparedCurves, norm: Difference, loss: Difference | None, clip: float) -> str:
     """Of norms that differ from the first step on, while the loss agrees there."""
     later = f", and the loss differs from step {loss.step} on" if loss else ", and the losses agree, as Adam makes them"
     factor = _factor(norm)
@@ -128,7 +136,7 @@ def _of_gradients(comparison: Comparison, norm: Difference, loss: Difference | N
     return f"the gradient norm differs at the first step{later}: {PARTS.format(smaller=smaller, larger=larger)}"
 
 
-def _follows_clipping(comparison: Comparison, loss: Difference, clip: float) -> bool:
+def _follows_clipping(comparison: ComparedCurves, loss: Difference, clip: float) -> bool:
     """Whether updates agreed until the first that was clipped: then the gradients were right, and not their norm."""
     if not clip:
         return False
@@ -137,7 +145,7 @@ def _follows_clipping(comparison: Comparison, loss: Difference, clip: float) -> 
     return bool(clipped) and comparison.start < clipped[0] < (loss.step or 0)
 
 
-def _ratio_is_constant(comparison: Comparison, loss: Difference) -> bool:
+def _ratio_is_constant(comparison: ComparedCurves, loss: Difference) -> bool:
     """Whether the norms have one ratio until the losses differ, as a wrong scale of all gradients gives them."""
     ours, theirs = comparison.first.norm, comparison.second.norm
     steps = [step for step in sorted(ours.keys() & theirs.keys()) if step < (loss.step or 0) and theirs[step]]
@@ -145,7 +153,7 @@ def _ratio_is_constant(comparison: Comparison, loss: Difference) -> bool:
     return max(ratios) - min(ratios) <= DRIFT * comparison.bounds.norm * max(ratios)
 
 
-def _not_finite(comparison: Comparison, found: Difference) -> str:
+def _not_finite(comparison: ComparedCurves, found: Difference) -> str:
     step = found.largest_step
     both = (comparison.first, comparison.second)
     names = [one.name for one in both if not math.isfinite(_curve(one, found.what)[step])]

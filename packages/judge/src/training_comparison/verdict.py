@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from training_comparison.curves import MEASURED_STEPS, Comparison, Difference
+from training_comparison.curves import MEASURED_STEPS, ComparedCurves, Difference
 from training_comparison.likely import has_drifted, likely
 
 EQUAL = "equal"
@@ -36,7 +36,7 @@ class Verdict:
     """Why it is not shown."""
 
 
-def verdict_on(comparison: Comparison, blind_spots: Sequence[BlindSpot], clip: float = 0.0) -> Verdict:
+def verdict_on(comparison: ComparedCurves, blind_spots: Sequence[BlindSpot], clip: float = 0.0) -> Verdict:
     """blind_spots: what these curves would hide. clip: the norm to which gradients are clipped; 0 if not known."""
     differences = comparison.beyond
     if differences and has_drifted(comparison):
@@ -46,7 +46,7 @@ def verdict_on(comparison: Comparison, blind_spots: Sequence[BlindSpot], clip: f
     return Verdict(NOT_SHOWN if blind_spots else EQUAL, hidden=blind_spots)
 
 
-def drift(comparison: Comparison) -> BlindSpot:
+def drift(comparison: ComparedCurves) -> BlindSpot:
     step = min(found.step or 0 for found in comparison.beyond)
     return BlindSpot(
         "rounding grows",

@@ -442,7 +442,7 @@ def describe(cell: Cell) -> str:
 
 
 @dataclass(frozen=True)
-class Column:
+class EnvironmentColumn:
     """The cells of one environment."""
 
     torch: str | None
@@ -471,7 +471,7 @@ class Column:
         ]
 
 
-def columns(args: argparse.Namespace) -> list[Column]:
+def columns(args: argparse.Namespace) -> list[EnvironmentColumn]:
     """Raises Problem."""
     torches: Sequence[str | None] = chosen(args.torch, (), "torch") if args.torch else [None]
     strategies = chosen(args.strategies, STRATEGIES, "strategy")
@@ -480,14 +480,14 @@ def columns(args: argparse.Namespace) -> list[Column]:
     wanted = list(wanted_cells(strategies, modes))
     made = []
     for torch in torches:
-        made.append(Column(torch, "", [cell for cell in wanted if library_of(cell[0]) == "torch"], "torch"))
+        made.append(EnvironmentColumn(torch, "", [cell for cell in wanted if library_of(cell[0]) == "torch"], "torch"))
         for library in RELEASES_OF:
             own = [cell for cell in wanted if library_of(cell[0]) == library]
-            made += [Column(torch, release, own, library) for release in releases_of(args.releases, library)]
+            made += [EnvironmentColumn(torch, release, own, library) for release in releases_of(args.releases, library)]
     return [column for column in made if column.cells]
 
 
-class Progress:
+class CellProgress:
     """Counts the cells, and says of each what came out and how long the rest will take."""
 
     def __init__(self, total: int) -> None:
@@ -496,7 +496,7 @@ class Progress:
         self.trained = 0
         self.trained_seconds = 0.0
 
-    def label(self, column: Column, strategy: str, mode: Mode) -> str:
+    def label(self, column: EnvironmentColumn, strategy: str, mode: Mode) -> str:
         self.number += 1
         return f"[{self.number:{len(str(self.total))}}/{self.total}] {column.name} {strategy} {mode.name}"
 
@@ -513,7 +513,7 @@ def is_current(cell: Cell) -> bool:
     return any(cell.code == code_digest(cell.strategy, mode) for mode in modes)
 
 
-def known_cells(column: Column, known: Iterable[Cell]) -> dict[tuple[str, str], Cell]:
+def known_cells(column: EnvironmentColumn, known: Iterable[Cell]) -> dict[tuple[str, str], Cell]:
     """Those of the column's releases, by strategy and mode."""
     own_torch = "" if column.torch else metadata.version("torch")
 
@@ -527,7 +527,13 @@ def known_cells(column: Column, known: Iterable[Cell]) -> dict[tuple[str, str], 
 
 
 def measure_column(
-    ledger: Ledger, column: Column, tokenizer: Path, progress: Progress, known: list[Cell], *, locates: bool
+    ledger: Ledger,
+    column: EnvironmentColumn,
+    tokenizer: Path,
+    progress: CellProgress,
+    known: list[Cell],
+    *,
+    locates: bool,
 ) -> None:
     """Adds the cells that are not known yet to those that are, also in the file. Raises Problem."""
     of_column = known_cells(column, known)
@@ -570,11 +576,11 @@ def seconds_table(path: Path) -> str:
     return text_table(rows, header) if rows else ""
 
 
-def runs_folder(ledger: Ledger, column: Column) -> Path:
+def runs_folder(ledger: Ledger, column: EnvironmentColumn) -> Path:
     return ledger.output / "runs" / column.name.replace(" ", "-")
 
 
-def start_worker(ledger: Ledger, column: Column, tokenizer: Path) -> Worker:
+def start_worker(ledger: Ledger, column: EnvironmentColumn, tokenizer: Path) -> Worker:
     """The process of a column, whose releases are installed first. Raises Problem."""
     python = environments.base_python(column.torch)
     ledger.references.clear()  # by this torch
@@ -583,7 +589,7 @@ def start_worker(ledger: Ledger, column: Column, tokenizer: Path) -> Worker:
 
 
 def measure_cell(
-    ledger: Ledger, worker: Worker, column: Column, strategy: str, mode: Mode, code: str, *, locates: bool
+    ledger: Ledger, worker: Worker, column: EnvironmentColumn, strategy: str, mode: Mode, code: str, *, locates: bool
 ) -> Cell:
     directory = runs_folder(ledger, column) / strategy / mode.name.replace(" ", "-")
     versions = worker.versions
@@ -667,7 +673,7 @@ def run(args: argparse.Namespace) -> int:
     output = (args.output or REPOSITORY / "outputs" / "ledger").resolve()
     data = prepare_data(output / "data")
     ledger = Ledger(read_plans(output, data), output, args.limit)
-    progress = Progress(sum(len(column.cells) for column in wanted))
+    progress = CellProgress(sum(len(column.cells) for column in wanted))
     known = read_cells(output / "cells.jsonl")
     failed: set[str] = set()
     while wanted:
@@ -697,7 +703,7 @@ def run(args: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
-def boundaries(known: Sequence[Cell], kept: Sequence[tables.Cell]) -> list[Column]:
+def boundaries(known: Sequence[Cell], kept: Sequence[tables.Cell]) -> list[EnvironmentColumn]:
     """What to try next, so that each change of a verdict lies between neighbouring releases. With the running torch."""
     torch = metadata.version("torch")
     measured = {(cell.release, cell.strategy, cell.mode): cell for cell in known if cell.torch == torch}
@@ -710,5 +716,5 @@ def boundaries(known: Sequence[Cell], kept: Sequence[tables.Cell]) -> list[Colum
         own = [cell for cell in measured.values() if cell.release and library_of(cell.strategy) == library]
         for release, ways in next_releases(own, library).items():
             cells = [(strategy, mode_of[mode]) for strategy, mode in ways]
-            made.append(Column(None, release, cells, library))
+            made.append(EnvironmentColumn(None, release, cells, library))
     return made

@@ -218,7 +218,7 @@ def sections(cells: Sequence[Cell]) -> list[Section]:
 
 
 @dataclass(frozen=True)
-class Fault:
+class WrongCells:
     """Cells that are not right: consecutive releases of which the same was measured."""
 
     strategy: str
@@ -249,13 +249,13 @@ class Fault:
         return "; ".join(name.removeprefix("first in ") for name in found)
 
 
-def faults(cells: Sequence[Cell]) -> list[Fault]:
-    merged: list[Fault] = []
+def faults(cells: Sequence[Cell]) -> list[WrongCells]:
+    merged: list[WrongCells] = []
     for strategy, mode, row in matrix(cells):
         for cell in row:
             if cell is None or cell["verdict"] == RIGHT:
                 continue
-            fault = Fault(strategy, mode, cell["verdict"], sentence(cell), (cell,))
+            fault = WrongCells(strategy, mode, cell["verdict"], sentence(cell), (cell,))
             last = merged[-1] if merged else None
             if last and replace(last, cells=fault.cells) == fault:
                 merged[-1] = replace(last, cells=(*last.cells, cell))
@@ -264,7 +264,7 @@ def faults(cells: Sequence[Cell]) -> list[Fault]:
     return merged
 
 
-def mended_in(fault: Fault, cells: Sequence[Cell]) -> str:
+def mended_in(fault: WrongCells, cells: Sequence[Cell]) -> str:
     """The first later release of the cells that is right in the same way of training; "" if none is."""
     last = Version(fault.releases[-1])
     for cell in sorted(cells, key=lambda cell: Version(cell["release"])):

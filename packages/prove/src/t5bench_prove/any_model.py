@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_leaves
 
 from t5bench_prove.hollow import HollowTensors
 from t5bench_prove.mesh import TOGETHER, MeshAxes
-from t5bench_prove.origins import Origin, Origins, Reduction
+from t5bench_prove.origins import GradientSum, Origin, Origins
 
 EARLIER = "an earlier step"
 WARM_UP = 1  # DDP arranges its buckets anew after the first step
@@ -326,7 +326,7 @@ class Follower:
         self.judge_factors()
         self.proof.not_followed = sorted(self.origins.not_followed)
 
-    def judge(self, name: str, parameter: nn.Parameter, done: list[Reduction]) -> None:
+    def judge(self, name: str, parameter: nn.Parameter, done: list[GradientSum]) -> None:
         if name not in self.times and not self.has_own_part:
             self.found(f"{name}: no gradient of it reaches the optimizer")
         along = {axis for reduction in done for axis in reduction.axis.split(TOGETHER)}

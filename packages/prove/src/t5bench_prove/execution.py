@@ -46,7 +46,7 @@ INPUTS = {"reduce-scatter"}  # whose second argument, what goes in, is the large
 
 
 @dataclass(frozen=True)
-class Collective:
+class ExecutedCollective:
     """One collective of a rank, as its group sees it."""
 
     kind: str
@@ -63,16 +63,16 @@ class Execution:
     """What one training step of a rank did."""
 
     rank: int
-    collectives: Counter[Collective]
+    collectives: Counter[ExecutedCollective]
     allocated: int  # bytes between iterations, CPU memory of an offload included
     peak: int
 
 
 @dataclass(frozen=True)
-class Difference:
+class OtherCount:
     """A collective that the step makes another number of times than the model says."""
 
-    collective: Collective
+    collective: ExecutedCollective
     executed: int
     predicted: int
 
@@ -337,7 +337,7 @@ class Collectives(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: Counter[Collective] = Counter()
+        self.seen: Counter[ExecutedCollective] = Counter()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function.namespace == "c10d":
@@ -356,37 +356,37 @@ class Collectives(TorchDispatchMode):
             here = dist.get_rank()
             there = ranks[args[2]]
             ranks = [here, there] if kind == "send" else [there, here]
-        self.seen[Collective(kind, tuple(ranks), size)] += 1
+        self.seen[ExecutedCollective(kind, tuple(ranks), size)] += 1
 
 
-def predicted(job: Job, rank: int) -> Counter[Collective]:
+def predicted(job: Job, rank: int) -> Counter[ExecutedCollective]:
     """The same of the cost model's list."""
     parallel = job.parallel
     stage = rank // (parallel.tensor * parallel.data)
     step = parallel.tensor * parallel.data  # to the same rank of the next stage
     groups = traffic.groups_of(job)
-    found: Counter[Collective] = Counter()
+    found: Counter[ExecutedCollective] = Counter()
     for row in traffic.collectives_of(job):
         if row.kind in ("send", "send back"):
             way = step if row.kind == "send" else -step
             before = (rank - way) % parallel.world
             after = (rank + way) % parallel.world
             if stage in row.stages:
-                found[Collective("send", (rank, after), round(row.bytes))] += row.count
+                found[ExecutedCollective("send", (rank, after), round(row.bytes))] += row.count
             if before // step in row.stages:
-                found[Collective("receive", (before, rank), round(row.bytes))] += row.count
+                found[ExecutedCollective("receive", (before, rank), round(row.bytes))] += row.count
         elif stage in row.stages:
             ranks = next(members for members in groups[row.group] if rank in members)
-            found[Collective(row.kind, ranks, round(row.bytes))] += row.count
+            found[ExecutedCollective(row.kind, ranks, round(row.bytes))] += row.count
     return found
 
 
-def differences(job: Job, execution: Execution) -> list[Difference]:
+def differences(job: Job, execution: Execution) -> list[OtherCount]:
     """The collectives that the step and the model do not make equally often."""
     expected = predicted(job, execution.rank)
     seen = execution.collectives
     names = sorted(expected.keys() | seen.keys(), key=lambda one: (one.ranks, one.kind, one.bytes))
-    return [Difference(name, seen[name], expected[name]) for name in names if seen[name] != expected[name]]
+    return [OtherCount(name, seen[name], expected[name]) for name in names if seen[name] != expected[name]]
 
 
 def memory(job: Job, rank: int) -> tuple[float, float]:

@@ -80,7 +80,7 @@ class Origin(NamedTuple):
 NOTHING = Origin()
 
 
-class Piece(NamedTuple):
+class OriginPiece(NamedTuple):
     """A part of a tensor's memory."""
 
     start: int
@@ -90,7 +90,7 @@ class Piece(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Reduction:
+class GradientSum:
     """A collective that adds up gradients."""
 
     kind: str
@@ -168,11 +168,11 @@ def local(tensor: Tensor) -> Tensor:
     return getattr(tensor, "_local_tensor", tensor)
 
 
-class Memory:
+class OriginMemory:
     """The origins of everything in memory, by storage and byte."""
 
     def __init__(self) -> None:
-        self.pieces: dict[int, list[Piece]] = {}
+        self.pieces: dict[int, list[OriginPiece]] = {}
         self.kept: dict[int, torch.UntypedStorage] = {}
         """So that no other storage gets the number of one that was freed."""
 
@@ -188,13 +188,13 @@ class Memory:
         last = sum((count - 1) * stride for count, stride in zip(tensor.shape, tensor.stride(), strict=True))
         return storage, start, start + (last + 1) * size
 
-    def read(self, tensor: Tensor) -> list[Piece]:
+    def read(self, tensor: Tensor) -> list[OriginPiece]:
         """A tensor's pieces with origins, in bytes from its own start."""
         storage, start, end = self.extent(tensor)
         found = []
         for piece in self.pieces.get(storage, ()):
             if piece.start < end and piece.end > start:
-                found.append(Piece(max(piece.start, start) - start, min(piece.end, end) - start, piece.origin))
+                found.append(OriginPiece(max(piece.start, start) - start, min(piece.end, end) - start, piece.origin))
         return found
 
     def origin(self, tensor: Tensor) -> Origin:
@@ -203,7 +203,7 @@ class Memory:
             found = found.with_(piece.origin)
         return found
 
-    def write(self, tensor: Tensor, pieces: Sequence[Piece]) -> None:
+    def write(self, tensor: Tensor, pieces: Sequence[OriginPiece]) -> None:
         """pieces: in bytes from the tensor's start. What a tensor with gaps leaves between them is kept, too."""
         storage, start, end = self.extent(tensor)
         if start == end:
@@ -219,42 +219,44 @@ class Memory:
                 kept.append(piece)
                 continue
             if piece.start < start:
-                kept.append(Piece(piece.start, start, piece.origin))
+                kept.append(OriginPiece(piece.start, start, piece.origin))
             if piece.end > end:
-                kept.append(Piece(end, piece.end, piece.origin))
+                kept.append(OriginPiece(end, piece.end, piece.origin))
         self.kept[storage] = local(tensor).untyped_storage()
-        written = [Piece(piece.start + start, min(piece.end + start, end), piece.origin) for piece in pieces]
+        written = [OriginPiece(piece.start + start, min(piece.end + start, end), piece.origin) for piece in pieces]
         self.pieces[storage] = sorted(
             kept + [piece for piece in written if piece.start < piece.end and piece.origin != NOTHING]
         )
 
     def write_whole(self, tensor: Tensor, origin: Origin) -> None:
         _, start, end = self.extent(tensor)
-        self.write(tensor, [Piece(0, end - start, origin)])
+        self.write(tensor, [OriginPiece(0, end - start, origin)])
 
     def change(self, tensor: Tensor, function: Callable[[Origin], Origin]) -> None:
         """Changes the origin of each of a tensor's pieces, and of what lies between them."""
-        self.write(tensor, [Piece(piece.start, piece.end, function(piece.origin)) for piece in self.covered(tensor)])
+        self.write(
+            tensor, [OriginPiece(piece.start, piece.end, function(piece.origin)) for piece in self.covered(tensor)]
+        )
 
-    def covered(self, tensor: Tensor) -> list[Piece]:
+    def covered(self, tensor: Tensor) -> list[OriginPiece]:
         """A tensor's pieces, with those that have no origin."""
         _, start, end = self.extent(tensor)
         return covered(self.read(tensor), end - start)
 
 
-def covered(pieces: Sequence[Piece], size: int) -> list[Piece]:
+def covered(pieces: Sequence[OriginPiece], size: int) -> list[OriginPiece]:
     """Pieces that cover all bytes and overlap nowhere."""
     edges = sorted({0, size, *(edge for piece in pieces for edge in (piece.start, piece.end))})
-    found: list[Piece] = []
+    found: list[OriginPiece] = []
     for start, end in pairwise(edges):
         origin = NOTHING
         for piece in pieces:
             if piece.start < end and piece.end > start:
                 origin = origin.with_(piece.origin)
         if found and found[-1].origin == origin:
-            found[-1] = Piece(found[-1].start, end, origin)
+            found[-1] = OriginPiece(found[-1].start, end, origin)
         else:
-            found.append(Piece(start, end, origin))
+            found.append(OriginPiece(start, end, origin))
     return found
 
 
@@ -263,12 +265,12 @@ class Origins(TorchDispatchMode):
     """Follows the origins of values through the operators and collectives of a step."""
 
     axes: Axes
-    memory: Memory = field(default_factory=Memory)
-    reductions: dict[str, list[Reduction]] = field(default_factory=dict)
+    memory: OriginMemory = field(default_factory=OriginMemory)
+    reductions: dict[str, list[GradientSum]] = field(default_factory=dict)
     """Of each parameter's gradient."""
-    summed_again: list[tuple[str, Reduction]] = field(default_factory=list)
+    summed_again: list[tuple[str, GradientSum]] = field(default_factory=list)
     """Parameters whose gradients were equal on the ranks that added them up."""
-    not_summed: list[tuple[str, Reduction]] = field(default_factory=list)
+    not_summed: list[tuple[str, GradientSum]] = field(default_factory=list)
     """Reductions that form no sum where one is needed, with the parameter whose gradient is in them, or ""."""
     maxima: dict[int, torch.UntypedStorage] = field(default_factory=dict)
     """Of largest elements, whose maximum over ranks is right."""
@@ -278,7 +280,7 @@ class Origins(TorchDispatchMode):
     """Of what other stages send."""
     sent: list[tuple[tuple[int, int], Origin]] = field(default_factory=list)
     """Messages to other stages: from where to where, and what of."""
-    values_again: list[Reduction] = field(default_factory=list)
+    values_again: list[GradientSum] = field(default_factory=list)
     """Sums of activations, or of their gradients, that were equal on the ranks that added them up."""
     not_followed: set[str] = field(default_factory=set)
     """Collectives of several ranks whose effect is not known."""
@@ -390,7 +392,7 @@ class Origins(TorchDispatchMode):
         large = [read for read in reads if read.tensor.numel() > 1]
         if name in COPIES and len(reads) == 1 and reads[0].fits(target):
             scale = target.element_size() / reads[0].tensor.element_size()
-            pieces = [Piece(int(p.start * scale), int(p.end * scale), p.origin) for p in reads[0].pieces]
+            pieces = [OriginPiece(int(p.start * scale), int(p.end * scale), p.origin) for p in reads[0].pieces]
             self.memory.write(target, pieces)
             return
         small = NOTHING
@@ -412,9 +414,9 @@ class Origins(TorchDispatchMode):
             pieces = []
             for read in large:
                 scale = target.element_size() / read.tensor.element_size()
-                pieces += [Piece(int(p.start * scale), int(p.end * scale), p.origin) for p in read.pieces]
+                pieces += [OriginPiece(int(p.start * scale), int(p.end * scale), p.origin) for p in read.pieces]
             size = target.numel() * target.element_size()
-            merged = [Piece(piece.start, piece.end, piece.origin.with_(small)) for piece in covered(pieces, size)]
+            merged = [OriginPiece(piece.start, piece.end, piece.origin.with_(small)) for piece in covered(pieces, size)]
             self.memory.write(target, merged)
             return
         origin = small
@@ -445,7 +447,7 @@ class Origins(TorchDispatchMode):
         pieces = []
         start = 0
         for read, length in zip(reads, rows, strict=True):
-            pieces.append(Piece(start, start + length, read.origin))
+            pieces.append(OriginPiece(start, start + length, read.origin))
             start += length
         self.memory.write(target, pieces)
 
@@ -528,7 +530,7 @@ class Origins(TorchDispatchMode):
     def reduced(self, kind: str, tensor: Tensor, ranks: tuple[int, ...], axis: str, operation: str) -> None:
         """Notes which gradients are added up, those that are the same on all these ranks, and what is no sum."""
         size = tensor.numel() * tensor.element_size()
-        reduction = Reduction(kind, ranks, axis, size, operation, tensor.dtype)
+        reduction = GradientSum(kind, ranks, axis, size, operation, tensor.dtype)
         axes = self.axes.settled_by(axis)
         pieces = self.memory.covered(tensor)
         has_gradients = any(piece.origin.gradients for piece in pieces) and tensor.numel() > 1
@@ -551,21 +553,21 @@ class Origins(TorchDispatchMode):
         """Between tensor-parallel ranks the parts are of other tokens, so they differ; elsewhere of the same sum."""
         pieces = self.memory.covered(given)
         axes = self.axes.settled_by(axis)
-        settled = [Piece(piece.start, piece.end, piece.origin.without(axes).times(times)) for piece in pieces]
+        settled = [OriginPiece(piece.start, piece.end, piece.origin.without(axes).times(times)) for piece in pieces]
         has_gradients = any(piece.origin.gradients for piece in pieces)
         if has_gradients:
             apart = Origin(parts=axes)
-            settled = [Piece(piece.start, piece.end, piece.origin.with_(apart)) for piece in settled]
+            settled = [OriginPiece(piece.start, piece.end, piece.origin.with_(apart)) for piece in settled]
         is_of_tokens = self.axes.divides_tokens(axis) and not has_gradients
         if is_of_tokens:
             other = Origin(axes)
-            settled = [Piece(piece.start, piece.end, piece.origin.with_(other)) for piece in settled]
+            settled = [OriginPiece(piece.start, piece.end, piece.origin.with_(other)) for piece in settled]
         size = output.numel() * output.element_size()
         if is_of_tokens or given.numel() == 0:
             whole = NOTHING
             for piece in settled:
                 whole = whole.with_(piece.origin)
-            self.memory.write(output, [Piece(0, size, whole)])
+            self.memory.write(output, [OriginPiece(0, size, whole)])
         else:
             self.memory.write(output, [piece for piece in settled if piece.start < size])
 
@@ -576,16 +578,16 @@ class Origins(TorchDispatchMode):
         pieces = []
         for piece in self.memory.covered(given):
             whole = piece.origin.without(axes)
-            pieces.append(Piece(piece.start, piece.end, whole._replace(parts=whole.parts - axes)))
+            pieces.append(OriginPiece(piece.start, piece.end, whole._replace(parts=whole.parts - axes)))
         _, start, end = self.memory.extent(output)
         origin = NOTHING
         for piece in pieces:
             origin = origin.with_(piece.origin)
-        behind = [Piece(size, end - start, origin)] if end - start > size else []
+        behind = [OriginPiece(size, end - start, origin)] if end - start > size else []
         self.memory.write(output, [*pieces, *behind])
 
 
-def is_shared(pieces: Sequence[Piece], axes: frozenset[str]) -> bool:
+def is_shared(pieces: Sequence[OriginPiece], axes: frozenset[str]) -> bool:
     """Whether a value comes from samples and is the same on all ranks along these axes."""
     origins = [piece.origin for piece in pieces]
     return bool(axes) and any(one.marks for one in origins) and not any(axes & one.differs for one in origins)
@@ -595,7 +597,7 @@ class Read(NamedTuple):
     """A tensor that an operator reads."""
 
     tensor: Tensor
-    pieces: list[Piece]
+    pieces: list[OriginPiece]
 
     @property
     def origin(self) -> Origin:
@@ -614,7 +616,9 @@ class Read(NamedTuple):
         return same and self.tensor.is_contiguous() and target.is_contiguous()
 
     def times(self, number: float) -> "Read":
-        return Read(self.tensor, [Piece(piece.start, piece.end, piece.origin.times(number)) for piece in self.pieces])
+        return Read(
+            self.tensor, [OriginPiece(piece.start, piece.end, piece.origin.times(number)) for piece in self.pieces]
+        )
 
 
 def operation_of(args: Sequence[Any]) -> str:
@@ -678,12 +682,12 @@ def contiguous(reads: Sequence[Read]) -> bool:
     return all(read.tensor.is_contiguous() for read in reads)
 
 
-def joined(reads: Sequence[Read], sizes: Sequence[int]) -> list[Piece]:
+def joined(reads: Sequence[Read], sizes: Sequence[int]) -> list[OriginPiece]:
     """The pieces of tensors that lie one behind another."""
     found = []
     start = 0
     for read, size in zip(reads, sizes, strict=True):
-        found += [Piece(piece.start + start, piece.end + start, piece.origin) for piece in read.pieces]
+        found += [OriginPiece(piece.start + start, piece.end + start, piece.origin) for piece in read.pieces]
         start += size
     return found
 

@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from native.data_parallel import TorchTrainer
 from t5bench.costmodel import traffic
 from t5bench.costmodel.job import Job
-from t5bench_prove.origins import DATA, KEYS, PIPELINE, TENSOR, Axes, Origin, Origins, Reduction, members
+from t5bench_prove.origins import DATA, KEYS, PIPELINE, TENSOR, Axes, GradientSum, Origin, Origins, members
 
 WORDS = ("word_embeddings.weight", "word_embeddings_for_head.weight")
 POSITIONS = ("position_embeddings.weight",)
@@ -208,7 +208,7 @@ class Watch:
             if TENSOR in origin.differs:
                 self.found(f"message from rank {source} to rank {target}: it differs between tensor-parallel ranks")
 
-    def check_reductions(self, name: str, axis: str, done: list[Reduction]) -> None:
+    def check_reductions(self, name: str, axis: str, done: list[GradientSum]) -> None:
         """Data-parallel replicas and stages add up the gradients themselves; tensor-parallel ranks what is before."""
         if axis == TENSOR:
             return

@@ -36,7 +36,7 @@ PLAIN = "\033[0m"
 
 
 @dataclass(frozen=True)
-class Case:
+class ProvedLayout:
     """One layout of a strategy."""
 
     family: str
@@ -145,13 +145,13 @@ def plans(has_everything: bool) -> Iterator[tuple[Addition, Plan]]:
                 yield addition, plan(environment, strategy)
 
 
-def cases(arguments: argparse.Namespace) -> tuple[list[Case], dict[str, str]]:
+def cases(arguments: argparse.Namespace) -> tuple[list[ProvedLayout], dict[str, str]]:
     """The layouts to prove, each once, and why others cannot be executed. Raises Problem for an unknown strategy."""
     from t5bench_prove import execution
 
     for name in arguments.strategies:
         declared(name)
-    found: dict[Job, Case] = {}
+    found: dict[Job, ProvedLayout] = {}
     refused: dict[str, str] = {}
     for addition, its_plan in plans(arguments.has_everything):
         name = its_plan.strategy.name
@@ -170,11 +170,11 @@ def cases(arguments: argparse.Namespace) -> tuple[list[Case], dict[str, str]]:
                 ranks = min(ranks, MOST_OF_ZERO3)
             sized = on_ranks(job, ranks)
             if sized:
-                found.setdefault(sized, Case(job.architecture.family, name, words, sized))
+                found.setdefault(sized, ProvedLayout(job.architecture.family, name, words, sized))
     return list(found.values()), refused
 
 
-def prove(case: Case) -> Proof:
+def prove(case: ProvedLayout) -> Proof:
     """Executes the first and the last rank of every stage."""
     from t5bench_prove import execution, proof
 
