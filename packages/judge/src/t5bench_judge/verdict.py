@@ -68,7 +68,7 @@ def rounding(first: Log, second: Log) -> Tolerance:
 
 
 @dataclass(frozen=True)
-class Pair:
+class AlignedCurves:
     """Two logs' curves by the same steps."""
 
     ours: Curves
@@ -76,7 +76,7 @@ class Pair:
     notes: Sequence[str] = ()
 
 
-def aligned(first: Log, second: Log, bounds: Tolerance) -> Pair:
+def aligned(first: Log, second: Log, bounds: Tolerance) -> AlignedCurves:
     """The curves by common steps, without what is not a number in both. Raises Problem."""
     notes: list[str] = []
     ours, theirs = first.curves, second.curves
@@ -94,7 +94,7 @@ def aligned(first: Log, second: Log, bounds: Tolerance) -> Pair:
         ours, theirs = _without_what_neither_knows(ours, theirs, what, notes)
     if not ours.loss.keys() & theirs.loss.keys():
         raise Problem("no loss of a common step is a number in both logs", "Log a training that has not diverged")
-    return Pair(ours, theirs, notes)
+    return AlignedCurves(ours, theirs, notes)
 
 
 def shifted(curves: Curves, by: int) -> Curves:
@@ -115,7 +115,7 @@ def _shift(first: Log, second: Log, bounds: Tolerance) -> int:
     return by if moved.loss and moved.loss.step != moved.start else 0
 
 
-def equal_if_shifted(first: Log, second: Log, pair: Pair, bounds: Tolerance) -> str:
+def equal_if_shifted(first: Log, second: Log, pair: AlignedCurves, bounds: Tolerance) -> str:
     """A sentence, if one log has at each step what the other has a step later; "" if not."""
     for by, later in ((1, second.name), (-1, first.name)):
         moved = compare(shifted(pair.ours, by), pair.theirs, bounds, rounding(first, second))
@@ -183,7 +183,7 @@ def steps_in_words(steps: Sequence[int]) -> str:
     return f"{len(steps)} steps, the first of them step {steps[0]}"
 
 
-def _notes(first: Log, second: Log, pair: Pair, steps: list[int]) -> list[str]:
+def _notes(first: Log, second: Log, pair: AlignedCurves, steps: list[int]) -> list[str]:
     notes = [*first.notes, *second.notes]
     alone = sorted(pair.ours.loss.keys() ^ pair.theirs.loss.keys())
     if alone:
