@@ -43,4 +43,5 @@ def trace_of(trainer: Trainer, directory: Path, *, is_continued: bool = False) -
         begins = [block * trainer.world * length + trainer.rank * length for block in range(blocks)]
         return OwnPart(dim, [(begin, length) for begin in begins])
 
-    return StepTrace(directory / "trace", trainer.model, part, is_continued=is_continued)
+    place = (trainer.rank, trainer.world)  # a training in one process has a part of the group
+    return StepTrace(directory / "trace", trainer.model, part, place=place, is_continued=is_continued)

@@ -115,20 +115,26 @@ class TraceFile:
     part: which part of the whole; lines of different parts add up, those of the same part are copies.
     """
 
-    def __init__(self, directory: str | Path, *, is_continued: bool = False, **layout: Any) -> None:
-        """is_continued: adds to the file of a training that goes on. layout: what is known of it, for the first line:
-        replicas, tensor_parallel, precision."""
-        is_alone = not (dist.is_available() and dist.is_initialized())
-        self.rank = 0 if is_alone else dist.get_rank()
+    def __init__(
+        self,
+        directory: str | Path,
+        *,
+        place: tuple[int, int] | None = None,
+        is_continued: bool = False,
+        **layout: Any,
+    ) -> None:
+        """place: this rank, and how many train; None for those of the process group. is_continued: adds to the file of
+        a training that goes on. layout: what is known of it, for the first line: replicas, tensor_parallel, precision.
+        """
+        rank, world = place or place_in_group()
         self.lines: list[dict[str, Any]] = []
         """Of the step that has not ended."""
         Path(directory).mkdir(parents=True, exist_ok=True)
-        path = Path(directory) / f"rank{self.rank}.jsonl"
+        path = Path(directory) / f"rank{rank}.jsonl"
         is_new = not (is_continued and path.exists())
         self.file = path.open("w" if is_new else "a")
         if is_new:
-            world = 1 if is_alone else dist.get_world_size()
-            self.file.write(json.dumps({"trace": FORMAT, "rank": self.rank, "world": world} | layout) + "\n")
+            self.file.write(json.dumps({"trace": FORMAT, "rank": rank, "world": world} | layout) + "\n")
 
     def add(self, phase: str, name: str = "", **content: Any) -> None:
         self.lines.append({"phase": phase, "name": name} | content)
@@ -163,6 +169,12 @@ class TraceFile:
         self.file.close()
 
 
+def place_in_group() -> tuple[int, int]:
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1
+
+
 # ---- any training's steps --------------------------------------------------------------------------------------------
 
 
@@ -174,6 +186,7 @@ class StepTrace:
     """Writes a training's steps into a directory of its own: see the head of this file.
 
     parts: of a parameter's name, what this rank has of it, where your own code divides it; DTensors and ZeRO know.
+    place: this rank, and how many train, if the process group has others, too.
     is_continued: a training that goes on from a checkpoint adds to the directory's files.
 
     Costs in a step: a pass over parameters and gradients in float64, some 400 bytes for each on the disk; FSDP2 and
@@ -186,12 +199,13 @@ class StepTrace:
         model: nn.Module,
         parts: Callable[[str], OwnPart | None] = nothing_divided,
         *,
+        place: tuple[int, int] | None = None,
         is_continued: bool = False,
     ) -> None:
         self.model = model
         self.parameters = dict(trained_parameters(model))
         self.parts = parts
-        self.file = TraceFile(directory, is_continued=is_continued)
+        self.file = TraceFile(directory, place=place, is_continued=is_continued)
         self.micro_batch = -1
         """The number of the last one that has begun in this step."""
 
