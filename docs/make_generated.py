@@ -2,8 +2,8 @@
 
 So are the answers of the commands in learn.md, and the tables of README.md and of packages/verify. A test
 (tests/docs/test_generated.py) asks that this changes nothing.
-What comes from runs stays as it is: continuations.json, the example, the pictures of the quick start and that of a
-search. What the ledger makes of its cells is written into its package, and for launchers.
+What comes from runs stays as it is: continuations.json, across_engines.json, the example, the pictures of the quick
+start and that of a search. What the ledger makes of its cells is written into its package, and for launchers.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from docs import continuations
+from docs import across_engines, continuations
 from t5bench.__main__ import main as t5bench
 from t5bench_ledger import measure, tables
 from t5bench_verify.relations import RELATIONS
@@ -143,6 +143,7 @@ def write_all(folder: Path) -> None:
         write_printed(folder / "published.md", "predict", "--published")
         t5bench(["layouts", "--page", str(folder / "layouts.html")])
     continuations.write(folder)
+    across_engines.write(folder)
 
 
 if __name__ == "__main__":

@@ -83,7 +83,8 @@ FLAGS: list[Flag] = [
     ("--exit-interval", positive, None, "stop (and save) after an iteration divisible by this"),
     ("--lr", float, REQUIRED, "peak learning rate"),
     ("--min-lr", float, 0.0, "learning rate at the end"),
-    ("--lr-decay-style", ("constant", "linear", "cosine"), "linear", "shape of the decay over --train-iters"),
+    ("--lr-decay-style", ("constant", "linear", "cosine"), "linear", "shape of the decay over --lr-decay-iters"),
+    ("--lr-decay-iters", positive, None, "iterations until the rate is --min-lr (default: --train-iters)"),
     ("--lr-warmup-iters", int, 0, "iterations of linear warm-up"),
     ("--weight-decay", float, 0.01, "AdamW weight decay, except for biases and LayerNorms"),
     ("--adam-beta1", float, 0.9, "AdamW's decay of the gradient average"),
@@ -219,8 +220,9 @@ def parse(argv: list[str] | None = None, family: str = "t5") -> argparse.Namespa
         check_gpt(args)
     if args.skip_train and not (args.load and args.eval_iters):
         raise Problem("--skip-train needs --load and --eval-iters")
-    if not 0 <= args.lr_warmup_iters < args.train_iters or not 0 <= args.min_lr <= args.lr:
-        raise Problem("the learning rate needs 0 <= --min-lr <= --lr and 0 <= --lr-warmup-iters < --train-iters")
+    args.lr_decay_iters = args.lr_decay_iters or args.train_iters
+    if not 0 <= args.lr_warmup_iters < args.lr_decay_iters or not 0 <= args.min_lr <= args.lr:
+        raise Problem("the learning rate needs 0 <= --min-lr <= --lr and 0 <= --lr-warmup-iters < --lr-decay-iters")
     return args
 
 

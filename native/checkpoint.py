@@ -28,6 +28,7 @@ from native.data_parallel import TorchTrainer
 from native.form import Reader, SavePlanner, Writer, save, write_index_and_seal
 from native.parallel import Mesh
 from native.pieces import WEIGHTS, Piece
+from native.schedule import learning_rate
 from t5bench import control_groups
 from t5bench.checkpoint_form import (
     INDEX,
@@ -41,6 +42,7 @@ from t5bench.checkpoint_form import (
 )
 
 ALIGNMENT = 64  # bytes, for every data type
+SCHEDULE = ("lr", "min_lr", "lr_decay_style", "lr_warmup_iters", "lr_decay_iters", "train_iters", "global_batch_size")
 LARGEST_SHARE = 0.75  # of the host's available memory, for the copies of all its processes
 
 
@@ -71,6 +73,19 @@ def consumed_samples(args: Namespace, before: Seal | None, iteration: int) -> in
     if before is None:
         return iteration * args.global_batch_size
     return before.consumed_samples + (iteration - before.iteration) * args.global_batch_size
+
+
+def planned_samples(args: Namespace, before: Seal | None) -> list[int]:
+    """Where each order of samples ends that the run uses: the first keeps to its end what it was planned to have, and
+    what a longer run needs beyond it has an order of its own."""
+    end = consumed_samples(args, before, args.train_iters)
+    if before is None:
+        return [end]
+    ends = list(before.planned_samples)
+    if not ends:  # of an earlier release, in which neither batch nor length could change
+        iterations = before.learning_rate.get("train_iters", args.train_iters)
+        ends = [before.consumed_samples * iterations // before.iteration]
+    return ends if end <= ends[-1] else [*ends, end]
 
 
 # ---- saving ----------------------------------------------------------------------------------------------------------
@@ -130,7 +145,6 @@ class Saver:
     def share(self, iteration: int) -> Share:
         args = self.args
         pieces = [*self.trainer.pieces(), *dropout_pieces(args, self.mesh)]
-        schedule = ("lr", "min_lr", "lr_decay_style", "lr_warmup_iters", "train_iters")
         optimizer = ("adam_beta1", "adam_beta2", "adam_eps", "weight_decay")
         seal = Seal(
             iteration=iteration,
@@ -139,7 +153,8 @@ class Saver:
             division=division_of(args),
             has_dropout=True,
             precision="bf16" if args.bf16 else "fp32",
-            learning_rate={name: getattr(args, name) for name in schedule},
+            learning_rate={name: getattr(args, name) for name in SCHEDULE},
+            planned_samples=planned_samples(args, self.before),
             optimizer={name: getattr(args, name) for name in optimizer},
         )
         own = [piece for piece in pieces if piece.writer == args.rank]
@@ -204,24 +219,44 @@ def load(trainer: TorchTrainer, args: Namespace, mesh: Mesh, seal: Seal) -> str:
     trainer.begin_load(seal.step)
     reader.fill(index, trainer.pieces())
     trainer.end_load()
-    generators = dropout_generators(args, mesh)
+    begins_anew = begun_anew(args, seal)
     # What is drawn continues if the same processes draw it.
+    generators = dropout_generators(args, mesh)
     if not seal.has_dropout or not seal.division.draws_as(division_of(args)):
         for generator in generators.values():
             generator.manual_seed(generator.initial_seed() + seal.iteration)
-        return continued(seal, begins_anew="dropout's random numbers" if args.hidden_dropout else "")
+        if args.hidden_dropout:
+            begins_anew.append("dropout's random numbers")
+        return continued(args, seal, begins_anew)
     pieces = dropout_pieces(args, mesh)
     reader.fill(index, pieces)
     for generator, piece in zip(generators.values(), pieces, strict=True):
         generator.set_state(piece.tensor)
-    return continued(seal)
+    return continued(args, seal, begins_anew)
 
 
-def continued(seal: Seal, begins_anew: str = "") -> str:
-    """One line that says what a run continues."""
+def begun_anew(args: Namespace, seal: Seal) -> list[str]:
+    """What of the data is not continued, in words."""
+    found = []
+    ends = planned_samples(args, seal)
+    if len(ends) > max(1, len(seal.planned_samples)):
+        found.append(f"the order of the samples, after sample {ends[-2]}")
+    lengths = {name: seal.learning_rate.get(name, getattr(args, name)) for name in ("train_iters", "global_batch_size")}
+    if args.eval_iters and any(getattr(args, name) != value for name, value in lengths.items()):
+        found.append("the order of validation's samples")
+    return found
+
+
+def continued(args: Namespace, seal: Seal, begins_anew: Sequence[str]) -> str:
+    """One line that says what a run continues, and in what it goes on otherwise."""
     what = f"weights, AdamW's moments at step {seal.step}, the schedule at {seal.iteration}"
     line = f"continues iteration {seal.iteration} of checkpoint {seal.identity[:12]}: {what}"
-    return f"{line}, the data at sample {seal.consumed_samples}; begins anew: {begins_anew or 'nothing'}"
+    line += f", the data at sample {seal.consumed_samples}"
+    schedule = {**vars(args), "lr_decay_iters": seal.learning_rate.get("train_iters"), **seal.learning_rate}
+    if any(schedule[name] != getattr(args, name) for name in seal.learning_rate):
+        before, now = (learning_rate(each, seal.iteration) for each in (Namespace(**schedule), args))
+        line += f"; the next learning rate is {now:.3E}, and would have been {before:.3E}"
+    return f"{line}; begins anew: {', '.join(begins_anew) or 'nothing'}"
 
 
 def load_weights(trainer: TorchTrainer, folder: Path) -> None:

@@ -1,7 +1,8 @@
 """Who trains which samples; t5_samples.py and gpt_samples.py make the samples."""
 
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -45,18 +46,43 @@ def samples_of(
     return SpanCorruption(args, file, documents, count, vocabulary)
 
 
+def samples_in_turn(
+    args: Namespace, file: TokenFile, documents: tuple[int, int], ends: Sequence[int], vocabulary: Vocabulary
+) -> torch.utils.data.Dataset:
+    """Several orders of the same documents, one after the other. ends: the samples until the end of each.
+
+    The first is that of a run which was planned so long; the others have other seeds. Raises Problem.
+    """
+    first, *others = ends
+    parts = [samples_of(args, file, documents, first, vocabulary)]
+    if not others:
+        return parts[0]
+    parts = [torch.utils.data.Subset(parts[0], range(first))]
+    for begin, end in pairwise(ends):
+        own = Namespace(**vars(args) | {"seed": args.seed + begin})
+        samples = samples_of(own, file, documents, end - begin, vocabulary)
+        parts.append(torch.utils.data.Subset(samples, range(end - begin)))
+    return torch.utils.data.ConcatDataset(parts)
+
+
 def open_data(
-    args: Namespace, dp_rank: int, file: TokenFile, vocabulary: Vocabulary, done: int = 0, consumed: int = 0
+    args: Namespace,
+    dp_rank: int,
+    file: TokenFile,
+    vocabulary: Vocabulary,
+    done: int = 0,
+    consumed: int = 0,
+    ends: Sequence[int] = (),
 ) -> tuple[Iterator[Batch], Iterator[Batch]]:
     """A data-parallel rank's batches for training after `done` iterations and `consumed` samples, and for
-    its evaluations."""
+    its evaluations. ends: of the orders of samples, see samples_in_turn(); by default there is one for the run."""
     train, validation, _ = split_documents(args.split, len(file.documents) - 1)
     size = args.global_batch_size
     training: Iterator[Batch] = iter(())
     evaluation: Iterator[Batch] = iter(())
     if not args.skip_train:
         needed = consumed + (args.train_iters - done) * size
-        dataset = samples_of(args, file, train, needed, vocabulary)
+        dataset = samples_in_turn(args, file, train, ends or [needed], vocabulary)
         training = batches(dataset, args, dp_rank, consumed)
     if args.eval_iters:
         evaluations = args.train_iters // args.eval_interval + 1  # one more comes at the end

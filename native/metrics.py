@@ -116,7 +116,9 @@ class Metrics:
     Losses and gradient norms stay on the device until then. The last rank, which has the loss, reports.
     """
 
-    def __init__(self, args: Namespace, mesh: Mesh) -> None:
+    def __init__(self, args: Namespace, mesh: Mesh, other_samples: int = 0) -> None:
+        """other_samples: how many more were trained before, by another batch, than this one would have been."""
+        self.other_samples = other_samples
         self.args = args
         self.mesh = mesh
         architecture = Architecture.of_arguments(vars(args), args.padded_vocab_size)
@@ -176,7 +178,7 @@ class Metrics:
         self.interval = []
 
     def print_iteration(self, curves: IntervalCurves, speed: Speed) -> None:
-        consumed = curves.last * self.samples
+        consumed = self.consumed(curves.last)
         print_line(
             f" iteration {curves.last:8d}/{self.args.train_iters:8d} |"
             f" consumed samples: {consumed:12d} |"
@@ -231,13 +233,17 @@ class Metrics:
             "approx_params_in_billions": self.args.parameters / 1e9,
         }
 
+    def consumed(self, iteration: int) -> int:
+        """Samples until the end of an iteration."""
+        return self.other_samples + iteration * self.samples
+
     def plot(self, step: int, values: dict[str, float]) -> None:
         """Sends values of iteration `step` to TensorBoard and W&B, there with the samples and tokens for other axes."""
         if self.tensorboard:
             for name, value in values.items():
                 self.tensorboard.add_scalar(name, value, step)
         if self.wandb:
-            consumed = step * self.samples
+            consumed = self.consumed(step)
             self.wandb.log(values | {"Samples": consumed, "Tokens": consumed * self.tokens}, step=step)
 
     def validation(self, iteration: int, loss: Tensor, evaluated_set: str = "") -> None:

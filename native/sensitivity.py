@@ -21,8 +21,8 @@ from native.arguments import start
 from native.data import Batch, open_data
 from native.data_parallel import TorchTrainer
 from native.parallel import Mesh
+from native.schedule import learning_rate
 from native.token_file import TokenFile, Vocabulary, pad_vocabulary
-from native.train import learning_rate
 
 PERCENT = 0.01
 # Groups of parameters, by patterns of their names.

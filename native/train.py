@@ -4,7 +4,6 @@ checkpoint.py says what a checkpoint is.
 """
 
 import gc
-import math
 import os
 from argparse import Namespace
 from collections.abc import Iterator
@@ -22,26 +21,12 @@ from native.data_parallel import TorchTrainer
 from native.metrics import Metrics, print_line
 from native.model import mesh_of
 from native.parallel import Mesh
+from native.schedule import learning_rate
 from native.token_file import TokenFile, Vocabulary, pad_vocabulary
 from native.trainers import make_trainer
 from t5bench import Problem
 from t5bench.checkpoint_form import Seal
 from t5bench.imports import import_deepspeed, leave_out_compiler
-
-
-def learning_rate(args: Namespace, iteration: int) -> float:
-    """The rate after `iteration` updates: linear warm-up, then the decay to --min-lr at --train-iters."""
-    warmup = args.lr_warmup_iters
-    if warmup > 0 and iteration <= warmup:
-        return args.lr * iteration / warmup
-    if args.lr_decay_style == "constant":
-        return args.lr
-    done = (iteration - warmup) / (args.train_iters - warmup)
-    if args.lr_decay_style == "linear":
-        left = 1.0 - done
-    else:
-        left = 0.5 * (math.cos(math.pi * done) + 1.0)
-    return args.min_lr + left * (args.lr - args.min_lr)
 
 
 def share_vocabulary(args: Namespace, file: TokenFile) -> Vocabulary:
@@ -131,13 +116,13 @@ def run(args: Namespace) -> None:
     pad_vocabulary(args, vocabulary)
     mesh = mesh_of(args)
     trainer = make_trainer(args, mesh)
-    training, validation = open_data(
-        args, mesh.dp.rank, file, vocabulary, done, checkpoint.consumed_samples(args, before, done)
-    )
+    consumed = checkpoint.consumed_samples(args, before, done)
+    ends = checkpoint.planned_samples(args, before)
+    training, validation = open_data(args, mesh.dp.rank, file, vocabulary, done, consumed, ends)
     told = checkpoint.load(trainer, args, mesh, before) if before else ""
     if args.initial_weights and not before:
         checkpoint.load_weights(trainer, Path(args.initial_weights))
-    metrics = Metrics(args, mesh)
+    metrics = Metrics(args, mesh, other_samples=consumed - done * args.global_batch_size)
     if args.rank == 0:
         print_line(
             f"native engine: {args.parameters:,} parameters, TP={args.tp} PP={args.pp} DP={args.dp},"

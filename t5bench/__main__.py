@@ -74,7 +74,7 @@ GROUPS = {
         ),
         "reshape": (
             "t5bench.tools.convert.reshape",
-            "convert a checkpoint to another tensor- or pipeline-parallel size, or to the native engine",
+            "convert a checkpoint to another tensor- or pipeline-parallel size, or to the other engine",
         ),
         "export": ("t5bench.tools.convert.export", "export a run's model for Hugging Face's libraries"),
         "import": ("t5bench.tools.convert.importing", "turn a Hugging Face model into a Megatron-DeepSpeed checkpoint"),

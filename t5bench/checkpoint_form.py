@@ -100,7 +100,10 @@ class Seal:
     """Whether it has the state of each process's random numbers."""
     precision: str = ""
     learning_rate: Mapping[str, Any] = field(default_factory=dict)
-    """The schedule: the engine's arguments for it."""
+    """The schedule: the engine's arguments for it, among them the batch."""
+    planned_samples: Sequence[int] = ()
+    """Where each order of samples ends that the run uses, one after the other: more than one if a run was continued
+    beyond its planned end."""
     optimizer: Mapping[str, Any] = field(default_factory=dict)
     files: Mapping[str, Sums] = field(default_factory=dict)
     read_from: Sequence[Sequence[int]] = ()
@@ -169,6 +172,7 @@ def _seal_of(content: Mapping[str, Any]) -> Seal:
     given |= {name: _number(given[name]) for name in ("iteration", "step", "consumed_samples")}
     given["division"] = Division(**{name: _number(size) for name, size in content["division"].items()})
     given["files"] = files
+    given["planned_samples"] = [_number(end) for end in content.get("planned_samples", ())]
     given["read_from"] = [[_number(rank) for rank in ranks] for ranks in content["read_from"]]
     given["has_dropout"] = bool(content["has_dropout"])
     return Seal(**given)

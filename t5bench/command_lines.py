@@ -168,7 +168,8 @@ def reshape(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, help="a run directory with checkpoints, including the files of all its nodes")
     parser.add_argument("--tp", type=at_least(1), default=1, help="Megatron's new tensor-parallel size (default: 1)")
     parser.add_argument("--pp", type=at_least(1), default=1, help="Megatron's new pipeline-parallel size (default: 1)")
-    parser.add_argument("--engine", choices=("native",), help="continue a run of Megatron-DeepSpeed in this engine")
+    engine = "which engine will continue it (default: the one that trained it)"
+    parser.add_argument("--engine", choices=("megatron", "native"), help=engine)
     parser.add_argument("--iteration", type=int, help="reshape this checkpoint (default: the newest intact one)")
     parser.add_argument("--output", type=Path, help="the new directory (default: RUN-tpN-ppM, or RUN-native)")
 

@@ -110,7 +110,7 @@ def made_plan(
     words = [plan_settings["PRECISION_FLAG"].value] if plan_settings["PRECISION_FLAG"].value else []
     for setting_name, setting in plan_settings.items():
         for argument in BY_NAME[setting_name].arguments:
-            if setting.value or setting_name != "MODEL":
+            if setting.value:
                 words += [argument, setting.value]
     ds_config, colour = f"megatron_{strategy}.json" if stage else "", COLOURS.get(strategy, "#123456")
     made = {

@@ -103,23 +103,29 @@ def once(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return get
 
 
-@pytest.fixture(scope="session")
-def megatron_dir(once: Once) -> Path:
-    """A patched clone of the checkout that was found, in whatever state that checkout is."""
+def engine_checkout() -> Path | None:
+    """Megatron-DeepSpeed's checkout, in whatever state; None if there is none."""
     cache = Path.home() / ".cache" / "t5-parallelism" / "Megatron-DeepSpeed"
     candidates = [os.environ.get("MEGATRON_DIR"), REPO_ROOT.parent / "Megatron-DeepSpeed", cache]
-    found = next((Path(path).resolve() for path in candidates if path and (Path(path) / ".git").exists()), None)
+    return next((Path(path).resolve() for path in candidates if path and (Path(path) / ".git").exists()), None)
+
+
+def clone_engine(directory: Path, checkout: Path) -> None:
+    """Makes a patched clone of a checkout, directory/Megatron-DeepSpeed."""
+    settings = {"MEGATRON_DIR": str(directory / "Megatron-DeepSpeed"), "MEGATRON_REPO": str(checkout), "INSTALL": "0"}
+    setup = ["bash", str(REPO_ROOT / "scripts" / "setup_megatron.sh")]
+    subprocess.run(setup, env=os.environ | settings, check=True, timeout=120)
+
+
+@pytest.fixture(scope="session")
+def megatron_dir(once: Once) -> Path:
+    """A patched clone of the checkout that was found."""
+    found = engine_checkout()
     if not found:
         pytest.skip("no git checkout of Megatron-DeepSpeed: set MEGATRON_DIR, or run scripts/setup_megatron.sh")
     if not shutil.which("g++"):
         pytest.skip("Megatron-DeepSpeed compiles its index builder, and there is no g++")
-
-    def clone(directory: Path) -> None:
-        settings = {"MEGATRON_DIR": str(directory / "Megatron-DeepSpeed"), "MEGATRON_REPO": str(found), "INSTALL": "0"}
-        setup = ["bash", str(REPO_ROOT / "scripts" / "setup_megatron.sh")]
-        subprocess.run(setup, env=os.environ | settings, check=True, timeout=120)
-
-    return once("patched engine", clone) / "Megatron-DeepSpeed"
+    return once("patched engine", partial(clone_engine, checkout=found)) / "Megatron-DeepSpeed"
 
 
 def prepare_sample(directory: Path, **settings: str) -> None:

@@ -114,7 +114,14 @@ def choose_checkpoint(planned: Plan, *, agree: bool) -> Plan:
     if not iteration and not evaluates:
         told = f"RESUME=1: there is no checkpoint in {planned.output_dir} yet, so this run begins with iteration 1"
     changed_at = iteration if found.told else min(found.changed_at, iteration)
-    return replace(planned, resume_from=iteration, changed_at=changed_at, notes=[*planned.notes, told])
+    return replace(
+        planned,
+        resume_from=iteration,
+        changed_at=changed_at,
+        recipe_changed_at=found.recipe_changed_at,
+        trained_samples=found.trained_samples,
+        notes=[*planned.notes, told],
+    )
 
 
 def what_is_compiled(planned: Plan) -> str:

@@ -112,7 +112,7 @@ def _how_to_divide_the_batch(draft: Draft) -> str:
     per_step = draft.number("GLOBAL_BATCH_SIZE") // draft.number("MICRO_BATCH_SIZE")
     return (
         "A resumed run keeps both of them, since its loss depends on them: take as many processes that"
-        f" the data-parallel size divides {per_step}"
+        f" the data-parallel size divides {per_step}, or change them on purpose with RESUME_CHANGES"
     )
 
 

@@ -174,9 +174,10 @@ def check_numbers(draft: Draft) -> None:
         problem = f"PROFILE_ITERATION must be between 2 and TRAIN_ITERS={last}, found {profiled}"
         draft.refuse("profile-iteration", problem, "The first iteration is only warm-up; 0 profiles none")
     warm_up = draft.number("LR_WARMUP_ITERS")
-    if warm_up >= last and "--lr-decay-iters" not in given:
-        problem = f"LR_WARMUP_ITERS={warm_up} leaves none of the {last} iterations for the learning rate's decay"
-        draft.refuse("learning-rate", problem, "Lower LR_WARMUP_ITERS, or raise TRAIN_ITERS")
+    decay = int(value("LR_DECAY_ITERS") or last)
+    if warm_up >= decay:
+        problem = f"LR_WARMUP_ITERS={warm_up} leaves none of the {decay} iterations for the learning rate's decay"
+        draft.refuse("learning-rate", problem, "Lower LR_WARMUP_ITERS, or raise TRAIN_ITERS or LR_DECAY_ITERS")
     if float(value("MIN_LR")) > float(value("LR")):
         problem = f"MIN_LR={value('MIN_LR')} is more than LR={value('LR')}"
         draft.refuse("learning-rate", problem, "Lower MIN_LR, or raise LR")

@@ -4,7 +4,7 @@ import contextlib
 import shlex
 import socket
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -26,9 +26,10 @@ from t5bench.plan.ports import peer_port
 from t5bench.record import machine
 from t5bench.record.checkpoints import RESHAPED_FROM, WEIGHTS_ONLY, Checkpoints
 from t5bench.record.files import RecordError
-from t5bench.record.plan import Plan, same_value
+from t5bench.record.plan import Plan, same_value, spelled
 from t5bench.record.reader import read_part
 from t5bench.record.records import mark_resume
+from t5bench.record.settings import RESUMABLE_CHANGES
 
 HOW_TO_SAVE = "A run saves checkpoints with SAVE_INTERVAL=<iterations>; without RESUME a new run starts"
 HOW_TO_SHARE = (
@@ -53,6 +54,8 @@ KEEP_MICRO_BATCHES = (
 LEAVE_SECONDS = 10.0
 # Engine arguments that decide where a run begins and how far an attempt goes, but not what a resumed run trains.
 BEGIN_OR_END = {"--finetune", "--load", "--exit-interval", "--exit-duration-in-mins"}
+DECAY = "LR_DECAY_ITERS"
+DECAY_ARGUMENT = "--lr-decay-iters"  # compared as the setting
 
 
 def checkpoint(plan: Plan, *, agree: bool) -> int:
@@ -75,7 +78,7 @@ def checkpoint(plan: Plan, *, agree: bool) -> int:
     if wrong:
         sentences = "; ".join(each.sentence for each in wrong)
         found = f"the run in {plan.output_dir} cannot be resumed with these settings: {sentences}"
-        raise Problem(found, _how_to_continue(plan, {each.name for each in wrong}))
+        raise Problem(found, _how_to_continue(plan, wrong))
     own = look(checkpoints, None)
     if plan.layout.nnodes == 1:
         _refuse_without({0: own})
@@ -119,13 +122,16 @@ def _begin_anew(plan: Plan, directory: Path, *, agree: bool) -> None:
         mark_resume(metrics, 0)
 
 
-def _how_to_continue(plan: Plan, different: Collection[str]) -> str:
-    """different: the names of what is not as in the run in its directory."""
+def _how_to_continue(plan: Plan, wrong: Sequence["Misfit"]) -> str:
+    """wrong: what is not as in the run in its directory."""
+    different = {each.name for each in wrong}
     remedy = "Resume with its original settings, or start a new run in another OUTPUT_DIR"
     if not {STRATEGY, LAYOUT, ENGINE}.isdisjoint(different):
         remedy = f"{remedy}. {how_to_reshape(plan)}"
     if "MICRO_BATCH_SIZE" in different:
         remedy = f"{remedy}. {KEEP_MICRO_BATCHES}"
+    if different <= set(RESUMABLE_CHANGES):
+        remedy = f"{remedy}. {how_to_change(plan, wrong)}"
     return remedy
 
 
@@ -137,18 +143,31 @@ def how_to_reshape(plan: Plan) -> str:
         command = f"python -m t5bench reshape {shlex.quote(str(directory))} --engine native"
         target = directory.with_name(f"{directory.name}-native")
         return f"To continue it in the native engine, run: {command}, then this launcher with OUTPUT_DIR={target}"
-    is_native = any(Checkpoints(plan).directory.glob(f"*/{SEAL}"))
-    if is_native:
-        return "Megatron-DeepSpeed cannot continue a run of the native engine; it can finetune an export of it"
     if plan.zero_stage:
         return "A run that began otherwise cannot go on under ZeRO; without ZeRO it can (docs/models.md, Reshape)"
     tp = plan.layout.tp
     pp = plan.layout.pp
     target = directory.with_name(f"{directory.name}-tp{tp}-pp{pp}")
-    command = f"python -m t5bench reshape {shlex.quote(str(directory))} --tp {tp} --pp {pp}"
+    is_native = any(Checkpoints(plan).directory.glob(f"*/{SEAL}"))
+    engine = "--engine megatron " if is_native else ""
+    command = f"python -m t5bench reshape {shlex.quote(str(directory))} {engine}--tp {tp} --pp {pp}"
     return (
         f"To continue it in this layout, run: {command}, then this launcher with OUTPUT_DIR={shlex.quote(str(target))}"
     )
+
+
+def how_to_change(plan: Plan, wrong: Sequence["Misfit"]) -> str:
+    """The setting with which a run changes these on purpose."""
+    if plan.engine != "native":
+        command = f"python -m t5bench reshape {shlex.quote(plan.output_dir)} --engine native"
+        return f"In the native engine RESUME_CHANGES allows it: {command}"
+    names = [name for name in RESUMABLE_CHANGES if name in {each.name for each in wrong}]
+    allowed = plan.value("RESUME_CHANGES", "").split()
+    remedy = f"To change them on purpose, add RESUME_CHANGES='{' '.join([*allowed, *names])}'"
+    decay = next((each for each in wrong if each.name == DECAY), None)
+    if decay and "TRAIN_ITERS" in names:
+        remedy += f"; {DECAY}={decay.there} keeps the learning rate as it was planned, and MIN_LR from then on"
+    return remedy
 
 
 class View(NamedTuple):
@@ -180,8 +199,8 @@ def before_the_end(plan: Plan, checkpoints: Checkpoints, newest: int) -> View:
             return earlier
     raise Problem(
         f"the run in {plan.output_dir} is already at iteration {newest} of {plan.iterations}",
-        "A longer run has a different learning-rate decay: train it in another OUTPUT_DIR. If the end of"
-        " this run was not recorded, delete its directory to train it again",
+        "In the native engine RESUME_CHANGES=TRAIN_ITERS makes it longer (docs/models.md, Longer). If the end of this"
+        " run was not recorded, delete its directory to train it again",
     )
 
 
@@ -199,6 +218,8 @@ class Misfit(NamedTuple):
     """A setting's, an argument's, STRATEGY, LAYOUT, or "" for other things."""
     sentence: str
     """ "SEED is '5' here and was '1234'"."""
+    there: str = ""
+    """The former value."""
 
 
 def misfits(plan: Plan) -> Iterator[Misfit]:
@@ -206,20 +227,22 @@ def misfits(plan: Plan) -> Iterator[Misfit]:
     directory = Path(plan.output_dir)
     part = _earlier_part(directory, plan.node)
     may_differ: set[str] = set()
-    if part is None:
+    is_reshaped = part is None
+    if is_reshaped:
         part = _earlier_part(directory / RESHAPED_FROM, plan.node)
         may_differ = {STRATEGY, LAYOUT}
-        if plan.engine == "native" and any(Checkpoints(plan).directory.glob(f"*/{SEAL}")):
-            may_differ |= {ENGINE, *methods_of(plan)}
         yield from _misfits_of_reshaped(plan, has_record=part is not None)
     if part is None:
         note(f"{plan.output_dir} holds no readable record, so a run's settings cannot be compared.")
         return
     then = Plan.read(part["plan"])
-    may_differ |= free_to_change(plan, then)
-    for name, sentence in differences(plan, then):
-        if name not in may_differ:
-            yield Misfit(name, sentence)
+    has_native_form = any(Checkpoints(plan).directory.glob(f"*/{SEAL}"))
+    is_of_this_engine = has_native_form == (plan.engine == "native")
+    if is_reshaped and then.engine != plan.engine and is_of_this_engine:
+        may_differ |= {ENGINE, *methods_of(plan)}
+    if then.engine == plan.engine or ENGINE in may_differ:
+        may_differ |= free_to_change(plan)
+    yield from (each for each in differences(plan, then) if each.name not in may_differ)
     recorded = part.get("data") or {}
     now = machine.data(Path(plan.data_prefix), "")
     for key, suffix in (("bin_bytes", ".bin"), ("idx_sha256", ".idx")):
@@ -235,18 +258,19 @@ def differences(plan: Plan, then: Plan) -> Iterator[Misfit]:
     pairs = [(name, value, was[name]) for name, value in _kept(plan).items() if name in was]
     pairs += [
         (name, arguments.get(name, "not given"), earlier_arguments.get(name, "not given"))
-        for name in sorted((arguments.keys() | earlier_arguments.keys()) - BEGIN_OR_END)
+        for name in sorted((arguments.keys() | earlier_arguments.keys()) - BEGIN_OR_END - {DECAY_ARGUMENT})
     ]
     for name, here, there in pairs:
         if not same_value(here, there):
-            yield Misfit(name, f"{name} is '{here}' here and was '{there}'")
+            yield Misfit(name, f"{name} is '{here}' here and was '{there}'", there)
 
 
-def free_to_change(plan: Plan, then: Plan) -> set[str]:
-    """What may change in the middle of a run: in the native engine's, whatever leaves the curve as it is."""
-    if not plan.engine == then.engine == "native":
+def free_to_change(plan: Plan) -> set[str]:
+    """What may change in the middle of a run: in the native engine's, whatever leaves the curve as it is, and what is
+    meant."""
+    if plan.engine != "native":
         return set()
-    free = {STRATEGY, LAYOUT, *methods_of(plan)}
+    free = {STRATEGY, LAYOUT, *methods_of(plan), *plan.value("RESUME_CHANGES", "").split()}
     if micro_batches_leave_the_curve(plan.value):
         free.add("MICRO_BATCH_SIZE")
     return free
@@ -264,6 +288,9 @@ class Changes(NamedTuple):
     """How a sentence about the checkpoint ends; "" if nothing changes."""
     changed_at: int
     """As in the plan that the run had before."""
+    recipe_changed_at: int = 0
+    trained_samples: int = 0
+    """As the plan has them."""
 
 
 def changes(plan: Plan, iteration: int) -> Changes:
@@ -275,17 +302,24 @@ def changes(plan: Plan, iteration: int) -> Changes:
     if part is None or plan.engine != "native" or not iteration:
         return Changes("", 0)
     then = Plan.read(part["plan"])
-    sentences = [each.sentence for each in differences(plan, then)]
-    told = f": {'; '.join(sentences)}" if sentences else ""
+    found = list(differences(plan, then))
+    told = f": {'; '.join(each.sentence for each in found)}" if found else ""
+    if "MICRO_BATCH_SIZE" in {each.name for each in found} and not micro_batches_leave_the_curve(plan.value):
+        told += " (another curve: each micro-batch has a mean of its own labels, and its own dropout)"
+    changes_recipe = any(each.name in RESUMABLE_CHANGES for each in found)
+    recipe_changed_at = iteration if changes_recipe else min(then.recipe_changed_at, iteration)
+    trained_samples = 0
     with contextlib.suppress(Problem):
         seal = checkpoints.seal(iteration)
+        if seal.consumed_samples != plan.samples(0, iteration):
+            trained_samples = seal.consumed_samples
         wanted = checkpoints.division
         if seal.division != wanted:
             told += f". It was saved by {seal.division.title}, and is read by {wanted.title}"
         begins_anew = not seal.has_dropout or not seal.division.draws_as(wanted)
         if begins_anew and plan.decimal("DROPOUT"):
             told += ". Dropout's random numbers begin anew"
-    return Changes(told, then.changed_at)
+    return Changes(told, then.changed_at, recipe_changed_at, trained_samples)
 
 
 def _misfits_of_reshaped(plan: Plan, *, has_record: bool) -> Iterator[Misfit]:
@@ -321,11 +355,13 @@ def _earlier_part(directory: Path, node: int) -> dict[str, Any] | None:
 def _kept(plan: Plan) -> dict[str, str]:
     """What a run must keep so that its curve stays the same, apart from further engine arguments."""
     assert plan.layout
+    decay = plan.named_arguments.get("lr_decay_iters") or plan.value("TRAIN_ITERS")
     return {
         STRATEGY: plan.strategy.name,
         ENGINE: plan.engine,
         LAYOUT: f"TP={plan.layout.tp} PP={plan.layout.pp} DP={plan.layout.dp}",
         **plan.with_role("kept"),
+        DECAY: spelled(decay),
     }
 
 

@@ -63,9 +63,9 @@ def setting_arguments(draft: Draft) -> list[str]:
         if declaration.argument == "=" and value:
             words.append(value)
         for argument in declaration.arguments:
-            if argument == "--model-description" and not value:
+            if not value:
                 continue
-            if counts_samples and argument in ("--train-iters", "--lr-warmup-iters"):
+            if counts_samples and argument in ("--train-iters", "--lr-warmup-iters", "--lr-decay-iters"):
                 samples = int(value) * draft.number("GLOBAL_BATCH_SIZE")
                 words += [argument.replace("iters", "samples"), str(samples)]
             else:

@@ -139,6 +139,10 @@ class Plan:
     """The iteration of the checkpoint to resume from; 0 for a new run."""
     changed_at: int = 0
     """The iteration until which the run was trained in another way: by another strategy, layout or method."""
+    recipe_changed_at: int = 0
+    """The iteration until which the run was trained by another recipe or batch, which RESUME_CHANGES names."""
+    trained_samples: int = 0
+    """The samples of the iterations until `resume_from`, if a batch of another size trained some of them."""
     layout: Layout | None = None
     ds_config: Mapping[str, Any] | None = None
     """The effective DeepSpeed JSON."""
@@ -240,6 +244,12 @@ class Plan:
         """The samples of the iterations after `begin`, up to `end`."""
         growing = self.ramp[begin:end]
         return sum(growing) + (end - begin - len(growing)) * self.number("GLOBAL_BATCH_SIZE")
+
+    def samples_until(self, iteration: int) -> int:
+        """The samples that were trained when this iteration ends. iteration: of this attempt."""
+        if self.trained_samples:
+            return self.trained_samples + self.samples(self.resume_from, iteration)
+        return self.samples(0, iteration)
 
     @property
     def last_iteration(self) -> int:

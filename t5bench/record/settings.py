@@ -63,6 +63,12 @@ ROLES: Mapping[str, Role] = {
 # Settings besides the trained ones that say when all processes do something together.
 TOGETHER = ("RESUME", "EVAL_ONLY", "EVAL_ITERS", "EVAL_INTERVAL", "SAVE_INTERVAL")
 
+# What a run of the native engine may change on purpose when it is resumed: each is a number that every iteration reads.
+RESUMABLE_CHANGES = (
+    *("TRAIN_ITERS", "LR", "MIN_LR", "LR_WARMUP_ITERS", "LR_DECAY_ITERS", "WEIGHT_DECAY", "CLIP_GRAD", "DROPOUT"),
+    *("GLOBAL_BATCH_SIZE", "MICRO_BATCH_SIZE"),
+)
+
 WHY_NO_SEED_0 = "Megatron-DeepSpeed takes no seed 0, and a comparison has the same seed in every engine: use SEED=1"
 
 # ---- kinds of values -------------------------------------------------------------------------------------------------
@@ -179,6 +185,19 @@ class OneOf(Kind):
         return f"{name} is '{value}'", f"It may be one of: {' '.join(self.choices)}"
 
 
+@dataclass(frozen=True)
+class SomeOf(Kind):
+    """Some of a few words, separated by spaces."""
+
+    choices: Sequence[str] = ()
+
+    def fault_of_text(self, name: str, value: str) -> Fault | None:
+        for word in value.split():
+            if word not in self.choices:
+                return f"{name} names '{word}'", f"It may name some of: {' '.join(self.choices)}"
+        return None
+
+
 # ---- the table -------------------------------------------------------------------------------------------------------
 
 
@@ -285,6 +304,7 @@ TABLE: Sequence[Declaration] = (
     Declaration("TOKENIZER_MODEL", _OPTIONAL_TEXT, "place", "", "", f"Hugging Face name or directory (unset: the tokenizer next to the data, or {DEFAULT_TOKENIZER})"),
     Declaration("OUTPUT_DIR", FilePath(), "place", "", "{repository}/outputs/{run}", "Checkpoint and log directory"),
     Declaration("RESUME", _ON_OFF, "watch", "", "0", "1 continues the run in OUTPUT_DIR from its newest intact checkpoint"),
+    Declaration("RESUME_CHANGES", SomeOf(optional=True, choices=RESUMABLE_CHANGES), "watch", "", "", f"With RESUME=1, which of these the run changes on purpose, separated by spaces: {', '.join(RESUMABLE_CHANGES)} (needs ENGINE=native; docs/models.md)"),
 
     Declaration("ENCODER_NUM_LAYERS", Integer(1, 10000), "model", "--encoder-num-layers", "", "Encoder depth", "t5"),
     Declaration("DECODER_NUM_LAYERS", Integer(1, 10000), "model", "--decoder-num-layers", "", "Decoder depth", "t5"),
@@ -319,6 +339,7 @@ TABLE: Sequence[Declaration] = (
     Declaration("LR", Decimal(), "recipe", "--lr", "0.0001", "Peak learning rate"),
     Declaration("MIN_LR", Decimal(), "recipe", "--min-lr", "0", "Learning rate at the end of the cosine"),
     Declaration("LR_WARMUP_ITERS", Integer(0), "recipe", "--lr-warmup-iters", "0", "Iterations of linear warm-up"),
+    Declaration("LR_DECAY_ITERS", _OPTIONAL_WHOLE, "recipe", "--lr-decay-iters", "", "Iterations until the learning rate is MIN_LR (unset: TRAIN_ITERS)"),
     Declaration("WEIGHT_DECAY", Decimal(), "recipe", "--weight-decay", "0.01", "AdamW weight decay"),
     Declaration("CLIP_GRAD", Decimal(), "recipe", "--clip-grad", "1.0", "Gradient-norm clipping"),
     Declaration("SEED", Integer(1, why=WHY_NO_SEED_0), "recipe", "--seed", "1234", "Seed of weights, data order and dropout"),

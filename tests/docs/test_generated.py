@@ -21,6 +21,7 @@ def test_writing_all_pages_again_changes_nothing(tmp_path: Path):
     make_generated.write_all(tmp_path)
     written = sorted(path.name for path in tmp_path.iterdir())
     assert written == [
+        "across_engines.md",
         "continuations.md",
         "layouts.html",
         "published.md",

@@ -38,8 +38,9 @@ from native import checkpoint
 from native.arguments import parse
 from native.data import open_data
 from native.parallel import Mesh, local_part
+from native.schedule import learning_rate
 from native.token_file import TokenFile, pad_vocabulary
-from native.train import learning_rate, share_vocabulary
+from native.train import share_vocabulary
 from native.trainers import make_trainer
 from t5bench.checkpoint_form import folder_of, read_seal
 from t5bench.costmodel.schedule import ZERO_BUBBLE

@@ -20,7 +20,7 @@ from continuations import LAST, SAVED, SETUPS, Curve, Process, forked, prepared,
 from native import checkpoint
 from native.form import Reader
 from native.pieces import MOMENTS, WEIGHTS, Piece
-from native.train import learning_rate
+from native.schedule import learning_rate
 from t5bench.checkpoint_form import folder_of
 from t5bench.imports import import_deepspeed, leave_out_compiler
 

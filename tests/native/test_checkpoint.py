@@ -21,6 +21,7 @@ from command_lines import parsed
 from hypothesis import given
 from hypothesis import strategies as st
 from made_runs import made_checkpoints
+from real_runs import EXACT, finish, start
 from support import REPO_ROOT
 from torch.distributed.checkpoint import FileSystemReader, SavePlan
 
@@ -325,6 +326,45 @@ def test_a_checkpoint_whose_writing_ends_early_leaves_the_one_before(monkeypatch
     assert (run / TRACKER).read_text() == "1"
     iteration, faults = made_checkpoints(alone, dp=1).newest()
     assert (iteration, faults) == (1, {2: f"iter_0000002/{SEAL} is missing: its saving did not end"})
+
+
+@pytest.mark.slow
+def test_a_save_that_is_killed_at_any_step_leaves_a_whole_checkpoint(tmp_path: Path):
+    """Before each file that it opens, renames or removes."""
+    script = REPO_ROOT / "tests" / "native" / "killed_saves.py"
+    paths = os.pathsep.join(str(REPO_ROOT / folder) for folder in (".", "tests", "tests/native"))
+    command = [sys.executable, str(script), str(tmp_path)]
+    result = subprocess.run(
+        command, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr[-5000:]
+    *deaths, last = map(json.loads, result.stdout.splitlines())
+    assert last == {"event": "", "newest": 2, "faults": [], "sealed": True}
+    assert len(deaths) > 5 and all(death["event"] for death in deaths)
+    for death in deaths:
+        assert death["newest"] == (2 if death["sealed"] else 1), death
+        assert death["sealed"] or all("its saving did not end" in fault for fault in death["faults"]), death
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_where_its_disk_was_full(sample_data: Path, tmp_path: Path):
+    """From the checkpoint before, once there is space again."""
+    if os.geteuid() != 0:
+        pytest.skip("only root may mount a file system")
+    place = tmp_path / "run" / "checkpoints"
+    place.mkdir(parents=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=50m", "none", place], check=True)
+    settings = EXACT | {"ENGINE": "native", "MEGATRON_DATA_DIR": str(sample_data)}
+    settings |= {"TRAIN_ITERS": "6", "SAVE_INTERVAL": "2"}
+    try:
+        [launcher] = start("zero1", tmp_path / "run", **settings)
+        said = launcher.communicate(timeout=200)[1]
+        assert launcher.returncode == 1 and "No space left on device" in said
+        subprocess.run(["mount", "-o", "remount,size=1g", place], check=True)
+        [said] = finish(start("zero1", tmp_path / "run", **settings, RESUME="1"))
+        assert "resuming from the checkpoint of iteration 2\n" in said
+    finally:
+        subprocess.run(["umount", "--lazy", place], check=True)
 
 
 # ---- every setup continues every other's ---------------------------------------------------------------------------

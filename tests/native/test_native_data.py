@@ -81,6 +81,22 @@ def test_continuation_tokens_stay_with_their_word(tmp_path: Path):
         assert all(spans[i] + 48 == spans[i + 1] for i in range(0, len(spans), 2))
 
 
+@pytest.mark.parametrize("family", ["t5", "gpt"])
+def test_a_longer_run_has_the_samples_of_its_plan_and_then_another_order(tmp_path: Path, family: str):
+    """With the samples of the plan as they were, whatever follows."""
+    write_indexed_dataset(tmp_path / "data", [[2 + (7 * d + i) % 90 for i in range(60)] + [EOS] for d in range(20)])
+    file = TokenFile(str(tmp_path / "data"))
+    args = parsed()
+    args.family = family
+    args.seq_length = 60
+    first = native_data.samples_of(args, file, (0, 20), 20, VOCABULARY)
+    both = native_data.samples_in_turn(args, file, (0, 20), [20, 40], VOCABULARY)
+    assert len(both) == 40
+    assert all((both[i][0] == first[i][0]).all() for i in range(20))
+    orders = [[tuple(both[i][0].tolist()) for i in range(begin, begin + 20)] for begin in (0, 20)]
+    assert orders[0] != orders[1]
+
+
 def test_ranks_share_an_iteration_as_megatrons_sampler_does():
     args = Namespace(micro_batch_size=2, global_batch_size=8, dp=2)
     assert list(native_data.step_indices(args, 0, 0, 17)) == [[0, 1, 4, 5], [8, 9, 12, 13]]

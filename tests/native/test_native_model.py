@@ -11,7 +11,7 @@ from native import metrics
 from native.data_parallel import TorchTrainer
 from native.model import Model, build, initialise
 from native.parallel import Axis, Mesh
-from native.train import learning_rate
+from native.schedule import learning_rate
 
 
 def initial(args, mesh: Mesh | None = None) -> Model:

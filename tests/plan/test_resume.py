@@ -60,6 +60,10 @@ def died(tmp_path: Path) -> Callable[..., Plan]:
         ({"extra": (*EXTRA, "--finetune", "--load", "/other", "--exit-interval", "3")}, []),
         ({"GLOBAL_BATCH_SIZE": "32", "PRECISION_FLAG": "--bf16"},
          ["GLOBAL_BATCH_SIZE is '32' here and was '16'", "PRECISION_FLAG is '--bf16' here and was ''"]),
+        # A longer run is one with another schedule, unless it keeps the former.
+        ({"TRAIN_ITERS": "60"}, ["TRAIN_ITERS is '60' here and was '30'", "LR_DECAY_ITERS is '60' here and was '30'"]),
+        ({"TRAIN_ITERS": "60", "LR_DECAY_ITERS": "30", "RESUME_CHANGES": "TRAIN_ITERS"}, []),
+        ({"LR": "0.5", "CLIP_GRAD": "2", "RESUME_CHANGES": "LR"}, ["CLIP_GRAD is '2' here and was '1'"]),
         # The native engine's strategies, layouts and methods continue each other.
         ({"strategy": "zero1", "world_size": 4, "RECOMPUTE": "full"}, []),
     ],
@@ -133,7 +137,13 @@ def test_another_engine_is_refused_with_the_way_that_there_is(died: Callable[...
     with pytest.raises(Problem) as refused:
         checkpoint(plan, agree=False)
     assert "the engine is 'megatron' here and was 'native'" in refused.value.found
-    assert "Megatron-DeepSpeed cannot continue a run of the native engine" in refused.value.remedy
+    run = plan.output_dir
+    assert (
+        f"python -m t5bench reshape {run} --engine megatron --tp 1 --pp 1, then this launcher" in refused.value.remedy
+    )
+    with pytest.raises(Problem) as refused:
+        checkpoint(replace(died(strategy="zero1"), engine="megatron"), agree=False)
+    assert "cannot go on under ZeRO" in refused.value.remedy
     run = tmp_path / "of megatron"
     with pytest.raises(Problem) as refused:
         checkpoint(replace(megatron(run), engine="native"), agree=False)
@@ -143,7 +153,7 @@ def test_another_engine_is_refused_with_the_way_that_there_is(died: Callable[...
 def test_what_changes_is_told(died: Callable[..., Plan]):
     """By another strategy, on more processes, whose iterations are timed apart from those before."""
     plan = died(10)
-    assert changes(plan, 10) == ("", 0)
+    assert changes(plan, 10) == ("", 0, 0, 0)
     other = {"strategy": "tensor", "world_size": 4, "RECOMPUTE": "full"}
     told = (
         ": the strategy is 'tensor' here and was 'ddp'; the layout is 'TP=2 PP=1 DP=2' here and was 'TP=1 PP=1 DP=2';"
@@ -153,9 +163,32 @@ def test_what_changes_is_told(died: Callable[..., Plan]):
     assert changes(died(**other, DROPOUT="0.1"), 10).told.endswith(". Dropout's random numbers begin anew")
     # Of the checkpoint that is taken, whatever a newer, damaged one says.
     write_checkpoint(Checkpoints(died(**other)), 20)
-    assert changes(plan, 10) == ("", 0)
+    assert changes(plan, 10) == ("", 0, 0, 0)
     assert changes(plan, 20).told == ". It was saved by TP 2 DP 2, and is read by DP 2"
     assert checkpoint(died(strategy="tensor", world_size=4), agree=False) == 20
+
+
+def test_a_change_of_the_recipe_or_the_batch_is_told(died: Callable[..., Plan]):
+    """The plan has where it was, and what was trained until then."""
+    died(10)
+    changed = died(GLOBAL_BATCH_SIZE="32", LR="0.5", RESUME_CHANGES="LR GLOBAL_BATCH_SIZE")
+    found = changes(changed, 10)
+    assert found.told == ": GLOBAL_BATCH_SIZE is '32' here and was '16'; LR is '0.5' here and was '0.0001'"
+    assert (found.recipe_changed_at, found.trained_samples) == (10, 160)
+    planned = replace(changed, resume_from=10, trained_samples=160)
+    assert (planned.samples_until(10), planned.samples_until(12)) == (160, 224)
+    with pytest.raises(Problem) as refused:
+        checkpoint(died(LR="0.5"), agree=False)
+    assert refused.value.remedy.endswith("To change them on purpose, add RESUME_CHANGES='LR'")
+    assert "RESUME_CHANGES" not in refused_remedy(died(LR="0.5", SEED="5"))
+    for other in ({"MICRO_BATCH_SIZE": "2"}, {"MICRO_BATCH_SIZE": "2", "RESUME_CHANGES": "MICRO_BATCH_SIZE"}):
+        assert bool(list(misfits(died(**other)))) == ("RESUME_CHANGES" not in other)
+
+
+def refused_remedy(plan: Plan) -> str:
+    with pytest.raises(Problem) as refused:
+        checkpoint(plan, agree=False)
+    return refused.value.remedy
 
 
 def test_an_earlier_release_s_checkpoint_is_refused_with_the_command_that_renews_it(died: Callable[..., Plan]):

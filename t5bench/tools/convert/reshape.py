@@ -21,13 +21,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from native.checkpoint import SCHEDULE
 from t5bench import Problem
 from t5bench.checkpoint_form import TRACKER
 from t5bench.record.checkpoints import RESHAPED_FROM, WEIGHTS_ONLY
 from t5bench.record.files import write_whole
+from t5bench.tools.convert import for_megatron
 from t5bench.tools.convert.checkpoint_file import Absent
 from t5bench.tools.convert.foreign import of_this_model
-from t5bench.tools.convert.shards import Sharding, Weights
+from t5bench.tools.convert.shards import Sharding, Weights, in_order
 from t5bench.tools.convert.stored import is_stored, write_stored
 from t5bench.tools.convert.trained import IMPORTED, TrainedModel, settings_of
 from t5bench.tools.convert.training_state import KINDS, MASTERS, TrainingState, masters_of, optimizer_of
@@ -79,10 +81,18 @@ def write_for_native(model: TrainedModel, output: Path) -> str:
         if state is None:
             raise Problem(f"{model.directory} cannot be reshaped: {reason}", "Name the run that was trained")
         updates = int(state.example.step)
-        write_stored(folder, state.values, model.iteration, updates, samples_until(model))
+        write_stored(folder, state.values, model.iteration, updates, samples_until(model), schedule_of(model.args))
     write_whole(output / "checkpoints" / TRACKER, str(model.iteration))
     keep_record(model.directory, output)
     return f"for any layout of the native engine\n{CARRIED.format(of_what='of the native engine')}"
+
+
+def schedule_of(args: Namespace) -> dict[str, Any] | None:
+    """Megatron's schedule in the native engine's words; None for the native engine's earlier releases."""
+    if not hasattr(args, "lr_decay_style"):
+        return None
+    schedule = {name: getattr(args, name) for name in SCHEDULE}
+    return {**schedule, "lr_decay_iters": args.lr_decay_iters or args.train_iters}
 
 
 def samples_until(model: TrainedModel) -> int:
@@ -99,8 +109,16 @@ def samples_until(model: TrainedModel) -> int:
 
 def write_for_megatron(model: TrainedModel, output: Path, sharding: Sharding) -> str:
     """Writes the files of this layout; what to say about them. Raises Problem."""
-    state, reason = training_state(model)
-    write(model.head, model.weights, output / "checkpoints", sharding, state)
+    head = model.head
+    settings = settings_of(model.directory)
+    if model.engine == "native":
+        assert settings  # or its arguments would not be known
+        for_megatron.check(model)
+        head = for_megatron.head_of(model, settings)
+        state, reason = for_megatron.state_of(model, head["args"]), ""
+    else:
+        state, reason = training_state(model)
+    write(head, model.weights, output / "checkpoints", sharding, state)
     layout = f"for TP {sharding.tp} and PP {sharding.pp}"
     if state is None:
         return f"{layout}\nOnly the weights, for EVAL_ONLY=1 and -- --finetune --load: {reason}"
@@ -142,7 +160,8 @@ def write(
     name = f"iter_{kept['iteration']:07d}" if kept["iteration"] else IMPORTED
     for rank in range(sharding.tp):
         for stage in range(sharding.pp):
-            content = {**kept, "model": nested(part_of(whole, sharding, rank, stage))}
+            model = part_of(whole, sharding, rank, stage)
+            content = {**kept, "model": nested({name: value.to(args.params_dtype) for name, value in model.items()})}
             if state:
                 values = {kind: part_of(state.values[kind], sharding, rank, stage) for kind in KINDS}
                 content["optimizer"] = megatron_optimizer(values, state, args)
@@ -193,9 +212,9 @@ def generator_state(like: Tensor, seed: int) -> Tensor:
 
 
 def part_of(whole: Weights, sharding: Sharding, rank: int, stage: int) -> dict[str, Tensor]:
-    """What a tensor-parallel rank of a pipeline stage holds, in the engine's order: what belongs to the head last."""
+    """What a tensor-parallel rank of a pipeline stage holds, in the engine's order."""
     part: dict[str, Tensor] = {}
-    for name in sorted(whole, key=lambda name: not name.startswith("language_model.")):
+    for name in sorted(whole, key=in_order):
         stages, local_name = sharding.stage_name(name)
         if stage in stages:
             # A copy, because a view would be saved together with everything that it is a part of.

@@ -6,8 +6,9 @@ when it is asked for, so a model of any size takes the memory of its largest par
 
 import math
 import re
+import sys
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,16 @@ ROWS = re.compile(r".*\.(dense|dense_4h_to_h)\.weight")
 LAYER = re.compile(r"(language_model\.(encoder|decoder)\.layers)\.(\d+)\.(.*)")
 EMBEDDING = "language_model.embedding."
 WORDS = f"{EMBEDDING}word_embeddings.weight"
+TIED = "tied_modules.embed."
 HEAD = "word_embeddings_for_head.weight"  # the last pipeline stage's copy of the words' embedding
 Weights = Mapping[str, Tensor]
+# Megatron's order of a model's parts, and of a layer's.
+PARTS = ("embedding.word_embeddings", "embedding.position_embeddings", "encoder", "decoder", "lm_head", HEAD)
+PARTS_OF_LAYER = (
+    *("input_layernorm", "self_attention.query_key_value", "self_attention.dense", "post_attention_layernorm"),
+    *("inter_attention.query", "inter_attention.key_value", "inter_attention.dense", "post_inter_attention_layernorm"),
+    *("mlp.dense_h_to_4h", "mlp.dense_4h_to_h"),
+)
 
 
 @dataclass(frozen=True)
@@ -104,6 +113,21 @@ class Sharding:
         return [torch.cat(parts, dim) for parts in zip(*cut, strict=True)]
 
 
+def in_order(name: str) -> tuple[int, ...]:
+    """Sorts the parameters of a whole model as Megatron's modules have them; what they lack comes last."""
+    own = name.removeprefix("language_model.")
+    match = LAYER.fullmatch(name)
+    layer = int(match[3]) if match else sys.maxsize  # the final norm follows all layers
+    inside = place_of(match[4], PARTS_OF_LAYER) if match else 0
+    return place_of(own, PARTS), layer, inside, int(name.endswith(".bias"))
+
+
+def place_of(name: str, parts: Sequence[str]) -> int:
+    """The first part to which a name belongs; their number if there is none."""
+    found = (number for number, part in enumerate(parts) if name == part or name.startswith(f"{part}."))
+    return next(found, len(parts))
+
+
 def cut_along(name: str) -> tuple[int | None, int]:
     """The dimension along which tensor parallelism cuts a parameter, and how many stacked matrices it holds.
 
@@ -165,19 +189,38 @@ def shard(folder: Path, args: Namespace, rank: int, stage: int) -> Weights:
         suffix = f"_{stage:03d}" if args.pipeline_model_parallel_size > 1 else ""
         return flat(read_checkpoint_file(folder / f"mp_rank_{rank:02d}{suffix}" / "model_optim_rng.pt")["model"])
     if args.ds_pipeline_enabled:
-        return pipeline_module(folder, rank, args.num_layers + 2)
+        return pipeline_module(folder, rank, last_pipeline_layer(args))
     if args.zero_stage == 3:
         states, shapes = zero3_states(folder, rank)
         return Gathered([state["fp32_flat_groups"] for state in states], shapes, args.params_dtype)
     return flat(read_checkpoint_file(folder / f"mp_rank_{rank:02d}_model_states.pt")["module"])
 
 
+def last_pipeline_layer(args: Namespace) -> int:
+    """How DeepSpeed's PipelineModule counts: 1 is the embedding, then come the layers, and at last the norm."""
+    return args.num_layers + 2
+
+
+def prefix_in_pipeline(number: int, last: int) -> str:
+    """Of the names of a pipeline layer's parameters in the whole model."""
+    layer = f"language_model.encoder.layers.{number - 2}."
+    return {1: EMBEDDING, last: "language_model.encoder.final_layernorm."}.get(number, layer)
+
+
+def name_in_pipeline(name: str, last: int) -> str:
+    """The name in the whole model of what a stage calls "2.mlp.dense_h_to_4h.bias", or "tied_modules.embed" for the
+    embedding, of which the first and the last stage have a copy."""
+    if name.startswith(TIED):
+        return EMBEDDING + name.removeprefix(TIED)
+    number, _, own = name.partition(".")
+    return prefix_in_pipeline(int(number), last) + own
+
+
 def pipeline_module(folder: Path, rank: int, last: int) -> Weights:
     """DeepSpeed's PipelineModule has a file for the embedding (1), for each layer and for the last layer norm."""
     weights: dict[str, Tensor] = {}
     for number in range(1, last + 1):
-        layer = f"language_model.encoder.layers.{number - 2}."
-        prefix = {1: EMBEDDING, last: "language_model.encoder.final_layernorm."}.get(number, layer)
+        prefix = prefix_in_pipeline(number, last)
         content = read_checkpoint_file(folder / f"layer_{number:02d}-model_{rank:02d}-model_states.pt")
         weights |= flat(content, prefix)
     return weights

@@ -1,6 +1,7 @@
 """The form in which the native engine saves, in one process: whole tensors read from it, and written into it."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -70,9 +71,21 @@ class _Planner(SavePlanner):
         return self.values[kind][name].float().contiguous()
 
 
-def write_stored(folder: Path, values: Mapping[str, Weights], iteration: int, updates: int, samples: int) -> None:
+def write_stored(
+    folder: Path,
+    values: Mapping[str, Weights],
+    iteration: int,
+    updates: int,
+    samples: int,
+    schedule: Mapping[str, Any] | None = None,
+) -> None:
     """Writes a checkpoint from which RESUME=1 continues under any strategy, by one process.
 
     values: by kind, by the parameter's name; the weights are fp32. updates: AdamW's steps. samples: consumed so far.
+    schedule: the engine's arguments of native.checkpoint.SCHEDULE, if they are known.
     """
-    write_form(folder, _Planner(values), Seal(iteration, updates, samples, Division(), has_dropout=False))
+    seal = Seal(iteration, updates, samples, Division(), has_dropout=False)
+    if schedule:
+        planned = schedule["train_iters"] * schedule["global_batch_size"]
+        seal = replace(seal, learning_rate=schedule, planned_samples=[planned])
+    write_form(folder, _Planner(values), seal)

@@ -98,7 +98,7 @@ class TrainedModel:
             raise Problem(f"{directory} has no checkpoint of iteration {wanted}", f"It has only that of {iteration}")
         folder = directory / "checkpoints" / (IMPORTED if is_imported else f"iter_{iteration:07d}")
         settings = settings_of(directory)
-        if not is_stored(folder) and (settings is None or settings.plan.engine == "megatron"):
+        if not is_stored(folder) and (settings is None or is_of_megatron(folder)):
             return cls._of_head(directory, iteration, folder, None, None)
         if settings is None:
             raise Problem(f"{directory} has a checkpoint, but no record of the run", "Copy the whole run directory")
@@ -123,6 +123,12 @@ class TrainedModel:
             tokenizer = tokenizer or Path(args.tokenizer_model or Path(args.vocab_file).parent)
             dtype = args.params_dtype
         return cls(directory, "megatron", iteration, folder, args, head, architecture, dtype, tokenizer, record)
+
+
+def is_of_megatron(folder: Path) -> bool:
+    """Whether a checkpoint's files have Megatron's arguments; those of the native engine's earlier releases do not."""
+    first = min(folder.glob("mp_rank_00*/*.pt"), default=None)
+    return first is not None and "args" in read_checkpoint_file(first)
 
 
 def settings_of(directory: Path) -> Run | None:

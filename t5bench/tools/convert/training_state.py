@@ -1,13 +1,13 @@
 """What a run needs besides its weights to continue: its optimizer's moments, and its copies of the weights in fp32.
 
-They are read from the checkpoint of any strategy but 3D, whole, by the names of the parameters, and written for another
-layout as Megatron and the native engine write them. AdamW numbers its parameters: first those that are decayed, the
+They are read from the checkpoint of any strategy, whole, by the names of the parameters, and written for another layout
+as Megatron and the native engine write them. AdamW numbers its parameters: first those that are decayed, the
 matrices, then biases and norms, each in the order in which the model has them.
 """
 
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,9 @@ from t5bench.tools.convert.shards import (
     Weights,
     flat,
     joined,
+    last_pipeline_layer,
     model_parallel_ranks,
+    name_in_pipeline,
     zero3_states,
     zero_states,
 )
@@ -56,8 +58,6 @@ class TrainingState:
     @classmethod
     def of(cls, folder: Path, args: Namespace) -> "TrainingState":
         """args: the engine's arguments, as the checkpoint has them. Raises Problem."""
-        if args.deepspeed and args.ds_pipeline_enabled:
-            raise Problem("the optimizer's states of DeepSpeed's pipeline engine (3D) are not converted")
         shards = {ranks: shard(folder, args, *ranks) for ranks in model_parallel_ranks(args)}
         values = {kind: joined(args, {place: each.values[kind] for place, each in shards.items()}) for kind in KINDS}
         return cls(values, next(iter(shards.values())))
@@ -78,6 +78,8 @@ def shard(folder: Path, args: Namespace, rank: int, stage: int) -> Shard:
     if not args.deepspeed:
         suffix = f"_{stage:03d}" if args.pipeline_model_parallel_size > 1 else ""
         return of_file(folder / f"mp_rank_{rank:02d}{suffix}" / "model_optim_rng.pt")
+    if args.ds_pipeline_enabled:
+        return of_pipeline(folder, args, rank)
     if args.zero_stage == 3:
         return of_zero3(folder, rank)
     return of_zero(folder, rank)
@@ -116,6 +118,18 @@ def of_zero(folder: Path, rank: int) -> Shard:
         parts[kind] = [[each[kind] for each in adam["state"].values()] for adam in adams]
     values = {kind: dict(laid_out(parts[kind], shapes)) for kind in KINDS}
     return Shard(values, adams[0]["param_groups"], step_of(adams[0]), has_masters=True)
+
+
+def of_pipeline(folder: Path, args: Namespace, rank: int) -> Shard:
+    """ZeRO-1 in DeepSpeed's pipeline engine: each stage of a tensor-parallel rank counts as a rank of its own."""
+    last = last_pipeline_layer(args)
+    size = args.tensor_model_parallel_size
+    stages = [of_zero(folder, stage * size + rank) for stage in range(args.pipeline_model_parallel_size)]
+    values: dict[str, Weights] = {}
+    for kind in KINDS:
+        held = [item for stage in stages for item in stage.values[kind].items()]
+        values[kind] = {name_in_pipeline(name, last): value for name, value in held}
+    return replace(stages[0], values=values)
 
 
 def laid_out(parts: list[list[Tensor]], shapes: Sequence[Mapping[str, torch.Size]]) -> Iterator[tuple[str, Tensor]]:

@@ -1,13 +1,19 @@
 """Checkpoints for another layout: weights without the engine, and runs that continue."""
 
+import json
+import os
 import shutil
+import subprocess
+import sys
 from argparse import Namespace
 from pathlib import Path
 
 import pytest
 import torch
 from real_runs import EXACT, WATCHED, finish, start, train
+from support import REPO_ROOT
 
+from docs import across_engines
 from native.pieces import KINDS, WEIGHTS
 from t5bench import Problem
 from t5bench.__main__ import main
@@ -233,6 +239,69 @@ def test_a_run_of_megatron_continues_in_the_native_engine(
     assert main([str(word) for word in words]) == 0
     settings = EXACT | WATCHED | {"WANDB_MODE": "disabled", "ENGINE": "native", "MEGATRON_DATA_DIR": str(sample_data)}
     check_continues(train(after, directory, **settings, RESUME="1"), load(megatron_runs / before))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("before", "after", "tp", "pp"),
+    [("fsdp2", "hybrid", 2, 2), pytest.param("pipeline", "ddp", 1, 1, marks=pytest.mark.nightly)],
+)
+def test_a_run_of_the_native_engine_continues_in_megatron(
+    native_runs: Path,
+    megatron_dir: Path,
+    sample_data: Path,
+    tmp_path: Path,
+    before: str,
+    after: str,
+    tp: int,
+    pp: int,
+):
+    directory = tmp_path / after
+    words = ["reshape", native_runs / before, "--engine", "megatron", "--tp", tp, "--pp", pp, "--iteration", "10"]
+    assert main([*map(str, words), "--output", str(directory)]) == 0
+    settings = EXACT | WATCHED | {"WANDB_MODE": "disabled", "ENGINE": "megatron", "MEGATRON_DIR": str(megatron_dir)}
+    found = train(after, directory, **settings, MEGATRON_DATA_DIR=str(sample_data), RESUME="1")
+    check_continues(found, load(native_runs / before))
+
+
+@pytest.mark.slow
+def test_over_the_border_and_back_everything_is_the_same(native_runs: Path, tmp_path: Path):
+    """Bit for bit: weights, moments, and where the run stands."""
+    words = ["reshape", native_runs / "zero3", "--engine", "megatron", "--tp", "2", "--pp", "2"]
+    assert main([*map(str, words), "--output", str(tmp_path / "there")]) == 0
+    assert main(["reshape", str(tmp_path / "there"), "--engine", "native", "--output", str(tmp_path / "back")]) == 0
+    found, expected = TrainedModel.of_run(tmp_path / "back"), TrainedModel.of_run(native_runs / "zero3")
+    for kind in KINDS:
+        carried, stored = (StoredTensors(model.folder, kind) for model in (found, expected))
+        assert {*carried} == {*stored} and all(carried[name].equal(stored[name]) for name in stored)
+    seals = [read_seal(model.folder) for model in (found, expected)]
+    assert len({(seal.iteration, seal.step, seal.consumed_samples) for seal in seals}) == 1
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1500)
+def test_each_engine_continues_the_other_s_run():
+    """As docs/generated/across_engines.md has it."""
+    command = [sys.executable, str(REPO_ROOT / "tests" / "tools" / "convert" / "across_engines.py")]
+    paths = os.pathsep.join([str(REPO_ROOT), str(REPO_ROOT / "tests")])
+    result = subprocess.run(
+        command, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr[-5000:]
+    found = json.loads(result.stdout)
+    assert len(found) == 10
+    for title, pair in found.items():
+        assert max(across_engines.differences(pair["uninterrupted"], pair["continued"])) <= across_engines.BOUND, title
+
+
+def test_the_page_says_of_every_pair_whether_it_is_within_the_bound():
+    measured = json.loads(across_engines.MEASURED.read_text())
+    assert len(measured) == 10
+    assert "**All 10 pairs stay within 1e-06 in every loss and gradient norm.**" in across_engines.page(measured)
+    first = next(iter(measured.values()))
+    first["continued"][-1][1] *= 1 + 2e-6
+    page = across_engines.page(measured)
+    assert "**Of 10 pairs, 1 differ by more than 1e-06 somewhere.**" in page and "| 2.0e-06 |" in page
 
 
 @pytest.mark.slow

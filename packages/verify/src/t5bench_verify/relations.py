@@ -294,7 +294,7 @@ def _samples(evidence: Evidence) -> Iterator[str]:
     plan = evidence.run.plan
     for printed in evidence.printed:
         iteration = printed.line.iteration
-        samples = plan.samples(0, iteration)
+        samples = plan.samples_until(iteration)
         counted = printed.figures.get("consumed samples")
         if counted not in (None, samples):
             yield f"{printed.place} counts {counted:g} samples after {iteration} iterations, which have {samples}"
@@ -320,6 +320,8 @@ def _tokens(evidence: Evidence) -> Iterator[str]:
 def _throughput(evidence: Evidence) -> Iterator[str]:
     """Of every attempt. The batch of an iteration is the one before its line, as the engines count."""
     for line in evidence.run.iterations:
+        if line.iteration <= evidence.run.plan.recipe_changed_at:
+            continue  # of another batch, perhaps
         batch = evidence.run.plan.samples(line.iteration - 1, line.iteration)
         speed = line.samples_per_second
         took = line.elapsed_ms / 1000
@@ -385,6 +387,8 @@ def _learning_rates(evidence: Evidence) -> Iterator[str]:
         return  # what was skipped before is in another record
     for line in run.iterations:
         skipped += line.skipped  # which do not advance the schedule
+        if line.iteration <= plan.recipe_changed_at:
+            continue  # of another schedule, perhaps
         expected = learning_rate(plan.samples(0, line.iteration) - skipped * batch, batch, arguments)
         if not _is_near(line.learning_rate, expected, LEARNING_RATE, 1e-6 * float(arguments["lr"])):
             what = f"iteration {line.iteration} has the learning rate {line.learning_rate:.4g}"
