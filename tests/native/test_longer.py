@@ -9,7 +9,7 @@ from real_runs import EXACT, finish, start, train
 
 from t5bench.record.records import load
 from t5bench.record.run import Run
-from t5bench.tools.verify.relations import contradictions
+from t5bench_verify.relations import contradictions
 
 pytestmark = pytest.mark.slow
 PLANNED = EXACT | {"ENGINE": "native", "TRAIN_ITERS": "8", "SAVE_INTERVAL": "4", "MIN_LR": "0.0001"}

@@ -127,7 +127,8 @@ def of_pipeline(folder: Path, args: Namespace, rank: int) -> Shard:
     stages = [of_zero(folder, stage * size + rank) for stage in range(args.pipeline_model_parallel_size)]
     values: dict[str, Weights] = {}
     for kind in KINDS:
-        held = [item for stage in stages for item in stage.values[kind].items()]
+        # The last stage's copy of the embedding has positions that it never trains: the first stage's count.
+        held = [item for stage in reversed(stages) for item in stage.values[kind].items()]
         values[kind] = {name_in_pipeline(name, last): value for name, value in held}
     return replace(stages[0], values=values)
 
