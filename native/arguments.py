@@ -148,6 +148,7 @@ FLAGS_OF: dict[str, list[Flag]] = {
     "gpt": [
         ("--num-layers", positive, REQUIRED, "depth"),
         ("--seq-length", positive, REQUIRED, "sequence length"),
+        ("--document-samples", bool, False, "a sample is the beginning of one document, padded (own flag)"),
         ("--tokenizer-type", ("GPT2BPETokenizer", "HFTokenizer"), "GPT2BPETokenizer", "GPT-2's own or Hugging Face's"),
         ("--tokenizer-model", str, None, "Hugging Face name or directory, for HFTokenizer"),
         ("--vocab-file", str, None, "vocabulary file, for GPT2BPETokenizer"),

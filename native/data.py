@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from native.gpt_samples import GPTSamples
+from native.gpt_samples import DocumentSamples, GPTSamples
 from native.t5_samples import SpanCorruption
 from native.token_file import TokenFile, Vocabulary
 from t5bench.corpus.index import split_documents
@@ -42,7 +42,8 @@ def samples_of(
 ) -> torch.utils.data.Dataset:
     """At least `count` samples of the run's model. Raises Problem when no document can be used."""
     if args.family == "gpt":
-        return GPTSamples(args, file, documents, count)
+        kind = DocumentSamples if args.document_samples else GPTSamples
+        return kind(args, file, documents, count)
     return SpanCorruption(args, file, documents, count, vocabulary)
 
 

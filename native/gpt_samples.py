@@ -1,4 +1,5 @@
-"""GPT's samples: all documents one after another, cut into pieces; the same pieces in the same order as Megatron's.
+"""A decoder's samples: all documents one after another, cut into pieces; the same pieces in the same order as
+Megatron's. Or, with --document-samples, one document each.
 
 Documents are shuffled, then joined, then cut every `seq_length` tokens, and the pieces are shuffled. A piece has one
 token more, the label of its last one.
@@ -58,6 +59,31 @@ class GPTSamples(torch.utils.data.Dataset):
         text_start = int(self.ends[first - 1]) if first else 0
         piece = text[start - text_start : stop - text_start].astype(np.int64)  # [s + 1]
         return piece[:-1], piece[1:]
+
+
+class DocumentSamples(torch.utils.data.Dataset):
+    """The first `seq_length` tokens of a document each, padded behind its end. Attention is causal, so that no token of
+    the document sees the padding, and the padding's own labels are -1, which carry no loss."""
+
+    def __init__(self, args: Namespace, file: TokenFile, documents: tuple[int, int], count: int) -> None:
+        """At least `count` samples, shuffled anew in each epoch. Raises Problem when no document has two tokens."""
+        self.file = file
+        self.length = args.seq_length
+        usable = np.arange(*documents)[file.sizes[slice(*documents)] > 1]
+        if not len(usable):
+            raise Problem("no document in this split is usable: none has two tokens")
+        random = np.random.RandomState(args.seed)
+        epochs = -(-count // len(usable))
+        self.documents = np.concatenate([shuffled(usable.copy(), random) for _ in range(max(1, epochs))])
+
+    def __len__(self) -> int:
+        return len(self.documents)
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens and labels of a sample, int64 [s] each."""
+        text = self.file[self.documents[index]][: self.length + 1].astype(np.int64)
+        padding = (0, self.length + 1 - len(text))
+        return np.pad(text[:-1], padding), np.pad(text[1:], padding, constant_values=-1)
 
 
 def shuffled(values: np.ndarray, random: np.random.RandomState) -> np.ndarray:

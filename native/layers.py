@@ -19,6 +19,9 @@ from native.sequence_parallel import own_part
 from native.tensor_parallel import ColumnLinear, RowLinear, SharedDropout, VocabEmbedding, column_outputs, sliced
 from t5bench.costmodel.job import Architecture
 
+# PyTorch's attention has them since 2.5.
+HAS_GROUPED_HEADS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 5)
+
 
 class Stack(nn.Module):
     """`depth` layers, and a norm after the last one of the model."""
@@ -134,7 +137,11 @@ class Attention(nn.Module):
         return self.dense(context)
 
     def core(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        grouped = {"enable_gqa": True} if query.size(2) != key.size(2) else {}  # PyTorch 2.4 has no such option
+        times = query.size(2) // key.size(2)
+        grouped = {"enable_gqa": True} if times > 1 and HAS_GROUPED_HEADS else {}
+        if times > 1 and not grouped:
+            key = key.repeat_interleave(times, 2)
+            value = value.repeat_interleave(times, 2)
         context = F.scaled_dot_product_attention(
             query.transpose(1, 2),  # [b, heads, s_query, d]
             key.transpose(1, 2),

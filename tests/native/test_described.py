@@ -13,7 +13,7 @@ from described import CONFIGS, arguments_of, batch_of, logits_of, reference_of
 from strategies import STRATEGIES, Curve, curve_of, in_processes, largest_difference
 
 from native import gpt, layers, positions, sequence_parallel, t5
-from native.data_parallel import TorchTrainer
+from native.data_parallel import TorchTrainer, mean_loss
 from native.parallel import Mesh
 from native.trace import traced
 from training_comparison.curves import TOLERANCE
@@ -63,6 +63,48 @@ def test_one_process_computes_what_transformers_does(kind: str, monkeypatch: pyt
         tuple(figure.item() for figure in trainer.step(batch_of(config, 8, step), args.lr)) for step in range(STEPS)
     ]
     assert largest_difference(curve, reference(kind)) <= MOST
+
+
+def test_grouped_heads_are_repeated_where_pytorch_has_none(monkeypatch: pytest.MonkeyPatch):
+    """As in PyTorch 2.4, whose attention refuses the option."""
+    config = CONFIGS["mistral"]
+    attention = layers.F.scaled_dot_product_attention
+    batch = batch_of(config, 2, seed=0)
+    curves = []
+    for has_groups in (True, False):
+        monkeypatch.setattr(layers, "HAS_GROUPED_HEADS", has_groups)
+        if not has_groups:
+            monkeypatch.setattr(
+                layers.F, "scaled_dot_product_attention", lambda *words, **named: attention(*words, **of_2_4(named))
+            )
+        trainer = TorchTrainer(arguments_of(config), Mesh())
+        curves.append([tuple(figure.item() for figure in trainer.step(batch, 1e-3)) for _ in range(2)])
+    assert largest_difference(curves[0], curves[1]) <= MOST
+
+
+def of_2_4(named: dict[str, Any]) -> dict[str, Any]:
+    """The options of attention that PyTorch 2.4 has."""
+    assert "enable_gqa" not in named
+    return named
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_padding_behind_a_document_changes_nothing(kind: str):
+    """As --document-samples pads: the loss is that of Transformers' model, whatever the padding's token is."""
+    config = CONFIGS[kind]
+    args = arguments_of(config)
+    model = TorchTrainer(args, Mesh()).model.eval()
+    tokens, labels = batch_of(config, 4, seed=1)
+    labels[1, 20:] = -1
+    labels[3, 3:] = -1
+    losses = []
+    with torch.no_grad():
+        for token in (0, 7):
+            padded = torch.where(labels >= 0, tokens, token)
+            losses.append(mean_loss(model(padded, labels), labels).item())
+        logits = logits_of(reference_of(config, args.seed).eval(), (tokens, labels))
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-1).item()
+    assert losses[0] == losses[1] == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.slow

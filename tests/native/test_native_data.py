@@ -11,6 +11,7 @@ from support import write_indexed_dataset
 
 from native import data as native_data
 from native.data import split_documents
+from native.gpt_samples import DocumentSamples
 from native.t5_samples import SpanCorruption, build_sample_map, mt19937_64
 from native.token_file import TokenFile, Vocabulary
 
@@ -46,6 +47,27 @@ def test_splits_cover_all_documents_and_one_of_no_use_is_an_error():
     assert split_documents([949.0, 50.0, 1.0], 320) == [(0, 304), (304, 320), (320, 320)]
     with pytest.raises(ValueError, match="no document"):
         build_sample_map(np.array([0, 0, 2]), np.array([600, 5]), 10, 510, 0.1, 1234)
+
+
+def test_a_document_alone_is_a_sample(tmp_path: Path):
+    """Cut or padded to the length; one without a label is no sample, and every epoch has each once."""
+    documents = [[10 * d + i for i in range(size)] for d, size in enumerate((9, 3, 1, 4, 5, 2))]
+    write_indexed_dataset(tmp_path / "data", documents)
+    args = Namespace(seq_length=4, seed=1234)
+    samples = DocumentSamples(args, TokenFile(str(tmp_path / "data")), (0, len(documents)), 12)
+    usable = [document for document in documents if len(document) > 1]
+    assert len(samples) == 15
+    seen = []
+    for index in range(len(samples)):
+        tokens, labels = samples[index]
+        own = documents[samples.documents[index]]
+        seen.append(own)
+        length = min(4, len(own) - 1)
+        assert tokens.tolist() == own[:length] + [0] * (4 - length)
+        assert labels.tolist() == own[1 : length + 1] + [-1] * (4 - length)
+    for epoch in range(3):
+        assert sorted(seen[5 * epoch : 5 * epoch + 5]) == sorted(usable)
+    assert seen[:5] != seen[5:10]
 
 
 def test_a_sample_can_be_reassembled(tmp_path: Path):
