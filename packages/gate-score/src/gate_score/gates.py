@@ -7,15 +7,18 @@ which no other layout has: they compare with the same layout before the mistake,
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
-from gate_score.trainer import Recipe
+from training_comparison.first_difference import copies_apart, first_difference
+
+from gate_score.proving import said_by_prove
+from gate_score.runs import TRACE
+from gate_score.trainer import Recipe, Trainer
 from t5bench_judge.columns import Names
 from t5bench_judge.logs import Log, read_log
 from t5bench_judge.verdict import answer
 from training_comparison.curves import TOLERANCE, Curves, compare
-from training_comparison.first_difference import copies_apart, first_difference
-from training_comparison.traces import Trace
 from training_comparison.verdict import DIFFERENT, hidden_by_recipe, verdict_on
 
 
@@ -23,7 +26,7 @@ from training_comparison.verdict import DIFFERENT, hidden_by_recipe, verdict_on
 class Pair:
     """What a gate sees."""
 
-    layout: str
+    kind: type[Trainer]
     recipe: Recipe
     tried: Path
     reference: Path
@@ -86,7 +89,7 @@ def slime_grid(pair: Pair) -> str:
 
     Of the layouts that the loop visits on two ranks. It runs Megatron-LM, so FSDP2 is not among them, nor is a resume.
     """
-    if pair.layout not in visited_by_slime(2) or pair.recipe.resume_after:
+    if pair.kind.layout not in visited_by_slime(2) or pair.recipe.resume_after:
         return ""
     one, other = next(steps(pair))
     return "" if is_near(one.norm, other.norm, 0.01, 0.01) else f"step 1: norm {one.norm:.5g}, not {other.norm:.5g}"
@@ -146,8 +149,8 @@ def judge(pair: Pair) -> str:
     return found.likely or "different" if found.verdict == DIFFERENT else ""
 
 
-def judge_with_traces(pair: Pair) -> str:
-    """judge --locate A B, of the traces."""
+def judge_with_trace(pair: Pair) -> str:
+    """judge --locate A B, of the lines that StepTrace wrote."""
     return said_of_traces(*traces(pair), pair.recipe.precision)
 
 
@@ -159,22 +162,22 @@ def first_step_alone(pair: Pair) -> str:
 
 
 def traces(pair: Pair) -> tuple[Log, Log]:
-    return read_log(pair.tried / "trace", Names()), read_log(pair.reference / "trace", Names())
+    return read_log(pair.tried / TRACE, Names()), read_log(pair.reference / TRACE, Names())
 
 
 def begin(log: Log) -> Log:
     """Its first step."""
-    start = log.trace.steps[0]
-    trace = Trace(log.trace.headers, {key: lines for key, lines in log.trace.lines.items() if key[0] == start})
+    start = min(log.trace.steps)
+    lines = {key: lines for key, lines in log.trace.lines.items() if key[0] == start}
     curves = Curves({start: log.curves.loss[start]}, {start: log.curves.norm[start]}, log.curves.name)
-    return replace(log, trace=trace, curves=curves)
+    return replace(log, trace=replace(log.trace, lines=lines), curves=curves)
 
 
 def said_of_traces(tried: Log, reference: Log, precision: str) -> str:
     found = answer(tried, reference, precision).found
     if found.verdict == DIFFERENT:
         return found.likely or "different"
-    place = first_difference(tried.trace, reference.trace, precision)
+    place = first_difference(tried.trace, reference.trace, precision) or copies_apart(tried.trace, reference.trace)
     return place.sentence() if place else ""
 
 
@@ -185,6 +188,19 @@ def parity(pair: Pair) -> str:
     hidden = hidden_by_recipe(reference.norm.values(), pair.recipe.clip, pair.recipe.micro_batches)
     found = verdict_on(compared, hidden, pair.recipe.clip)
     return found.likely or "different" if found.verdict == DIFFERENT else ""
+
+
+def prove(pair: Pair) -> str:
+    """prove, which trains nothing: one step executed without arithmetic. It knows no resume."""
+    if pair.recipe.resume_after:
+        return ""
+    usual = Recipe()
+    return said_once(pair.kind, replace(pair.recipe, seed=usual.seed, width=usual.width, global_seed=usual.global_seed))
+
+
+@cache
+def said_once(kind: type[Trainer], recipe: Recipe) -> str:
+    return said_by_prove(kind, recipe)
 
 
 def curves(lines: list[Line]) -> Curves:
@@ -213,6 +229,6 @@ OTHERS = {
     "torchtitan's loss comparison": torchtitan,
     "bits of one rank's log": bits_of_one_rank,
 }
-OURS = {"parity check": parity, "judge": judge, "judge --locate": judge_with_traces}
+OURS = {"parity check": parity, "judge": judge, "judge --locate": judge_with_trace, "prove": prove}
 REGRESSION = ("torchtitan's loss comparison", "bits of one rank's log")  # compare with the same layout
 GATES = OTHERS | OURS

@@ -8,7 +8,7 @@ from gate_score.defect import Defect
 from gate_score.gates import Pair
 from gate_score.layouts import LAYOUTS
 from gate_score.processes import Job
-from gate_score.trainer import Recipe
+from gate_score.trainer import Recipe, Trainer
 
 PARALLEL = [name for name in LAYOUTS if name != "one"]
 
@@ -21,6 +21,7 @@ class Trial:
     tried: Job
     reference: Job
     before: Job
+    kind: type[Trainer]
 
     @property
     def jobs(self) -> tuple[Job, ...]:
@@ -28,7 +29,7 @@ class Trial:
 
     def pair(self, root: Path) -> Pair:
         tried, reference, before = (root / job.directory for job in self.jobs)
-        return Pair(self.tried.layout, self.tried.recipe, tried, reference, before)
+        return Pair(self.kind, self.tried.recipe, tried, reference, before)
 
 
 def set_aside() -> set[str]:
@@ -38,7 +39,7 @@ def set_aside() -> set[str]:
 
 def trial_of(defect: Defect) -> Trial:
     wrong = Job(f"wrong/{defect.name.replace(' ', '-')}", defect.layout, defect.recipe, defect.name)
-    return Trial(defect.name, wrong, reference_of(defect.recipe), honest(defect.layout, defect.recipe))
+    return Trial(defect.name, wrong, reference_of(defect.recipe), honest(defect.layout, defect.recipe), defect.trainer)
 
 
 def honest(layout: str, recipe: Recipe) -> Job:
@@ -61,7 +62,9 @@ def words_of(recipe: Recipe) -> str:
 
 def honest_trials() -> list[Trial]:
     """300 pairs without a mistake."""
-    return [Trial(job.directory, job, reference_of(job.recipe), again(job)) for job in honest_jobs()]
+    return [
+        Trial(job.directory, job, reference_of(job.recipe), again(job), LAYOUTS[job.layout]) for job in honest_jobs()
+    ]
 
 
 def again(job: Job) -> Job:

@@ -1,10 +1,13 @@
 """Asks every gate about every defect and every honest pair, and counts."""
 
+import platform
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from gate_score.defect import DEFECTS, Defect
 from gate_score.gates import GATES, REGRESSION, first_step_alone, shows
@@ -37,6 +40,7 @@ class Result:
     before_the_first_update: dict[str, str]
     """Defects that prove, or the traces' first step, shows; and by what."""
     training_seconds: float
+    software: str
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -59,6 +63,7 @@ def measure(root: Path, chosen: Sequence[str] = (), with_honest: bool = True) ->
         sum(is_same_layout(trial) for trial in pairs),
         {name: said for name, said in early.items() if said},
         training_seconds,
+        f"Python {platform.python_version()}, PyTorch {torch.__version__}",
     )
 
 
@@ -92,7 +97,7 @@ def is_same_layout(trial: Trial) -> bool:
 
 def other_layout(trial: Trial) -> Trial:
     """For gates that compare with the training before: here it was in one process."""
-    return Trial(trial.name, trial.tried, trial.reference, trial.reference)
+    return replace(trial, before=trial.reference)
 
 
 def described(defect: Defect, trial: Trial, root: Path) -> dict[str, Any]:
