@@ -210,8 +210,13 @@ class TensorParallel(Parallel):
         """The dimension along which ranks divide a parameter; None if each has all of it."""
         return next((dim for ending, dim in DIVIDED.items() if name.endswith(ending)), None)
 
-    def is_slice(self, name: str) -> bool:
-        return self.dim(name) is not None
+    def part_of(self, name: str) -> tuple[int, list[tuple[int, int]]] | None:
+        dim = self.dim(name)
+        if dim is None:
+            return None
+        blocks = 3 if "qkv" in name else 1
+        length = self.model.get_parameter(name).shape[dim] // blocks
+        return dim, [((block * self.world + self.rank) * length, length) for block in range(blocks)]
 
     def whole_shape(self, name: str, parameter: Tensor) -> tuple[int, ...]:
         shape = list(parameter.shape)

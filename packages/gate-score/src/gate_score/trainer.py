@@ -456,9 +456,13 @@ class Trainer:
 
     # ---- what gates see ----------------------------------------------------------------------------------------------
 
+    def part_of(self, name: str) -> tuple[int, list[tuple[int, int]]] | None:
+        """What this rank has of a parameter that ranks divide by hand: the dimension, and where each stretch of it
+        begins in the whole, with its length; None of one that it has whole."""
+        return None
+
     def is_slice(self, name: str) -> bool:
-        """Whether other ranks have the parameter's other slices."""
-        return False
+        return self.part_of(name) is not None
 
     def own_loss(self, own: float) -> float | None:
         """This rank's loss, such that the mean over ranks is the step's; None if it has none."""
