@@ -10,8 +10,6 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from training_comparison.first_difference import copies_apart, first_difference
-
 from gate_score.proving import said_by_prove
 from gate_score.runs import TRACE
 from gate_score.trainer import Recipe, Trainer
@@ -19,6 +17,7 @@ from t5bench_judge.columns import Names
 from t5bench_judge.logs import Log, read_log
 from t5bench_judge.verdict import answer
 from training_comparison.curves import TOLERANCE, Curves, compare
+from training_comparison.first_difference import copies_apart, first_difference
 from training_comparison.verdict import DIFFERENT, hidden_by_recipe, verdict_on
 
 

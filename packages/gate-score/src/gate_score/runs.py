@@ -3,9 +3,8 @@
 import json
 from pathlib import Path
 
-from training_comparison.step_trace import OwnPart, StepTrace, trained_parameters
-
 from gate_score.trainer import Recipe, Trainer
+from training_comparison.step_trace import OwnPart, StepTrace, trained_parameters
 
 TRACE = "trace"
 
