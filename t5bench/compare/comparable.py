@@ -4,14 +4,16 @@ A setting's role (t5bench/record/plan.py) decides. Engine arguments that no sett
 may change anything.
 """
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from t5bench import Problem
+from t5bench.record.files import RecordError
 from t5bench.record.plan import spelled
 from t5bench.record.run import Run
-from t5bench.record.settings import BY_NAME
+from t5bench.record.settings import BY_NAME, micro_batches_leave_the_curve
 from t5bench.text import processes
 
 NOT_GIVEN = "not given"  # an engine argument
@@ -66,7 +68,11 @@ def compared(run: Run) -> dict[str, Any]:
 
 def trains(run: Run) -> dict[str, Any]:
     """What decides a run's loss curve up to rounding, by name."""
-    return _facts(run, "trains")
+    facts = _facts(run, "trains")
+    with contextlib.suppress(RecordError):  # of an earlier version, which lacks a setting
+        if micro_batches_leave_the_curve(run.plan.value, run.plan.arguments.extra):
+            facts.pop("MICRO_BATCH_SIZE")
+    return facts
 
 
 def show(value: Any) -> str:

@@ -1,7 +1,7 @@
 """What planning needs to know about a model family; t5bench/record/settings.py has its settings and presets. To
 add a third family, add an entry here and there."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from t5bench.plan.draft import Draft
@@ -25,9 +25,6 @@ class Family:
     """The settings of its stacks of layers, of which pipeline stages divide each among their share."""
     lengths: tuple[str, ...]
     """The settings of its sequences' lengths."""
-    has_equal_targets: bool = False
-    """Whether each sample has as many target tokens as every other. A micro-batch's loss is the mean over its tokens,
-    so only then does the size of micro-batches leave the curve as it is."""
 
     @property
     def has_encoder(self) -> bool:
@@ -53,22 +50,12 @@ FAMILIES: Mapping[str, Family] = {
         flash="all attention",
         stacks=("NUM_LAYERS",),
         lengths=("SEQ_LENGTH",),
-        has_equal_targets=True,
     ),
 }
 
 
 def family_of(draft: Draft) -> Family:
     return FAMILIES[draft.value("MODEL_FAMILY")]
-
-
-def micro_batches_leave_the_curve(value: Callable[[str], str]) -> bool:
-    """Whether a run's MICRO_BATCH_SIZE changes only its cost. value: of a setting, by its name.
-
-    Dropout draws its masks for each micro-batch. Of Megatron-DeepSpeed this was not tried.
-    """
-    family = FAMILIES[value("MODEL_FAMILY")]
-    return family.has_equal_targets and value("ENGINE") == "native" and float(value("DROPOUT")) == 0
 
 
 def check_family(draft: Draft) -> None:

@@ -5,9 +5,10 @@ from t5bench.costmodel.job import Architecture, beyond_native
 from t5bench.costmodel.layout import Layout, balanced_split
 from t5bench.costmodel.schedule import GATHERED_AGAIN, INTERLEAVED, ONE_F_ONE_B, ZERO_BUBBLE, interleaving_fault
 from t5bench.plan.draft import Draft
-from t5bench.plan.families import family_of, micro_batches_leave_the_curve
+from t5bench.plan.families import family_of
 from t5bench.record.gpus import GpuInventory, visible_gpus
 from t5bench.record.plan import by_name
+from t5bench.record.settings import micro_batches_leave_the_curve
 
 LEAST_INTERLEAVED = 3  # pipeline stages; the engine's megatron/arguments.py asserts it
 
@@ -107,7 +108,7 @@ def _how_to_divide_the_batch(draft: Draft) -> str:
     """A run that continues keeps its global batch, and where the curve depends on it, its micro-batches."""
     if not draft.is_on("RESUME"):
         return "Change GLOBAL_BATCH_SIZE or MICRO_BATCH_SIZE"
-    if micro_batches_leave_the_curve(draft.value):
+    if micro_batches_leave_the_curve(draft.value, draft.extra):
         return "Change MICRO_BATCH_SIZE, which leaves this run's curve as it is; a resumed run keeps GLOBAL_BATCH_SIZE"
     per_step = draft.number("GLOBAL_BATCH_SIZE") // draft.number("MICRO_BATCH_SIZE")
     return (

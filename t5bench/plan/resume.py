@@ -21,7 +21,6 @@ from t5bench.plan.channel import (
     Message,
     StrangerError,
 )
-from t5bench.plan.families import micro_batches_leave_the_curve
 from t5bench.plan.ports import peer_port
 from t5bench.record import machine
 from t5bench.record.checkpoints import RESHAPED_FROM, WEIGHTS_ONLY, Checkpoints
@@ -29,7 +28,7 @@ from t5bench.record.files import RecordError
 from t5bench.record.plan import Plan, same_value, spelled
 from t5bench.record.reader import read_part
 from t5bench.record.records import mark_resume
-from t5bench.record.settings import RESUMABLE_CHANGES
+from t5bench.record.settings import RESUMABLE_CHANGES, micro_batches_leave_the_curve
 
 HOW_TO_SAVE = "A run saves checkpoints with SAVE_INTERVAL=<iterations>; without RESUME a new run starts"
 HOW_TO_SHARE = (
@@ -271,7 +270,7 @@ def free_to_change(plan: Plan) -> set[str]:
     if plan.engine != "native":
         return set()
     free = {STRATEGY, LAYOUT, *methods_of(plan), *plan.value("RESUME_CHANGES", "").split()}
-    if micro_batches_leave_the_curve(plan.value):
+    if micro_batches_leave_the_curve(plan.value, plan.arguments.extra):
         free.add("MICRO_BATCH_SIZE")
     return free
 
@@ -304,7 +303,9 @@ def changes(plan: Plan, iteration: int) -> Changes:
     then = Plan.read(part["plan"])
     found = list(differences(plan, then))
     told = f": {'; '.join(each.sentence for each in found)}" if found else ""
-    if "MICRO_BATCH_SIZE" in {each.name for each in found} and not micro_batches_leave_the_curve(plan.value):
+    if "MICRO_BATCH_SIZE" in {each.name for each in found} and not micro_batches_leave_the_curve(
+        plan.value, plan.arguments.extra
+    ):
         told += " (another curve: each micro-batch has a mean of its own labels, and its own dropout)"
     changes_recipe = any(each.name in RESUMABLE_CHANGES for each in found)
     recipe_changed_at = iteration if changes_recipe else min(then.recipe_changed_at, iteration)

@@ -6,7 +6,7 @@ roles. docs/generated/settings.md is printed from this table (``python -m t5benc
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
@@ -234,6 +234,9 @@ class ModelFamily:
 
     presets: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     """The sizes of MODEL_PRESET: a setting's name to its default."""
+    has_equal_targets: bool = False
+    """Whether each sample has as many target tokens as every other. A micro-batch's loss is the mean over its tokens,
+    so only then does the size of micro-batches leave the curve as it is."""
 
 
 def _t5(encoder: int, decoder: int, hidden: int, heads: int, ffn: int, lengths: tuple[int, int]) -> dict[str, int]:
@@ -274,8 +277,23 @@ MODEL_FAMILIES: Mapping[str, ModelFamily] = {
             "base": _gpt(12, hidden=768, heads=12, ffn=3072, length=1024),
             "large": _gpt(24, hidden=1024, heads=16, ffn=4096, length=1024),
         },
+        has_equal_targets=True,
     ),
 }
+DOCUMENT_SAMPLES = "--document-samples"  # the native engine's: samples of unequally many tokens
+
+
+def micro_batches_leave_the_curve(value: Callable[[str], str], extra: Sequence[str]) -> bool:
+    """Whether a run's MICRO_BATCH_SIZE changes only its cost. value: of a setting, by its name. extra: the engine's
+    arguments that the user gives.
+
+    Dropout draws its masks for each micro-batch. Of Megatron-DeepSpeed this was not tried.
+    """
+    family = MODEL_FAMILIES[value("MODEL_FAMILY")]
+    has_equal_targets = family.has_equal_targets and DOCUMENT_SAMPLES not in extra
+    return has_equal_targets and value("ENGINE") == "native" and float(value("DROPOUT")) == 0
+
+
 DEFAULT_FAMILY = "t5"
 DEFAULT_PRESET = "large"
 DEFAULT_TOKENIZER = "google-t5/t5-large"

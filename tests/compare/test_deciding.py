@@ -94,6 +94,21 @@ def test_rows_of_other_micro_batches_are_compared(tmp_path: Path):
     assert len(again.rows) == 2, "which comparisons once needed"
 
 
+def test_a_decoders_curve_is_compared_whatever_its_micro_batches_are(tmp_path: Path):
+    """Without dropout, on the native engine: its samples have equally many targets, unless they are documents."""
+    native = {"engine": "native", "family": "gpt"}
+    of_4 = native | {"settings": {"MICRO_BATCH_SIZE": "4"}}
+
+    def parity(name: str, **made: object) -> tuple[str, str]:
+        ddp = make_run(tmp_path / name / "ddp", **native | {key: made[key] for key in made if key != "settings"})
+        zero = make_run(tmp_path / name / "zero1", "zero1", **of_4 | made)
+        found = compared([ddp, zero]).rows[1].parity
+        return found.verdict, found.why
+
+    assert parity("packed") == ("yes", "")
+    assert parity("documents", extra_arguments=["--document-samples"]) == ("not shown", "MICRO_BATCH_SIZE")
+
+
 RECIPE = {"settings": {"DROPOUT": "0.1", "CLIP_GRAD": "1"}}
 
 

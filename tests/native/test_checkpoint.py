@@ -33,7 +33,7 @@ from native.pieces import Piece, boxes_of_rows, boxes_of_stretch, shared_out
 from native.tensor_parallel import Slice
 from t5bench import Problem
 from t5bench.checkpoint_form import FIRST_INDEX, INDEX, SEAL, TRACKER, Division, Seal, folder_of, read_seal
-from t5bench.plan.families import FAMILIES
+from t5bench.record.settings import MODEL_FAMILIES
 
 LARGEST = 5e-6  # the gate's, of a relative difference in fp32
 
@@ -409,7 +409,7 @@ def test_a_strategy_continues_another_s_run(ring: list[str]):
 @pytest.mark.parametrize(("family", "is_equal"), [("gpt", True), ("t5", False)])
 def test_a_run_goes_on_with_other_micro_batches_where_its_targets_are_equal(family: str, is_equal: bool):
     """micro_batches_leave_the_curve() says where. A T5's samples differ in the number of their target tokens."""
-    assert FAMILIES[family].has_equal_targets == is_equal
+    assert MODEL_FAMILIES[family].has_equal_targets == is_equal
     setups = ["DDP, 1 process", "DDP, 2, micro-batches of 3", "ZeRO-2, 3, micro-batches of 2"]
     found = continuations(family, "fp32", "--ring", "--setups", *setups)
     largest = max(loss for pairs in found.values() for loss, _ in pairs.values())

@@ -13,7 +13,8 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -31,6 +32,8 @@ from t5bench.command_lines import search as search_arguments  # noqa: E402
 from t5bench.plan.launchers import LAYOUT_SETTINGS  # noqa: E402
 
 TABLE = REPOSITORY / "packages" / "costmodel-evidence" / "src" / "t5bench_evidence" / "lab_choices.json"
+TABLE_OF_MODELS = TABLE.with_name("lab_model_choices.json")
+"""Of MODEL's; the cost model was not developed with these."""
 NEARLY_AS_FAST = 1.15
 RUNS_OF_NEAR = 3
 CPUSETS = Path("/sys/fs/cgroup/cpuset")
@@ -51,21 +54,27 @@ class Choice:
     family: str
     core: int | None = None
     """The one core that all hosts share, which slows each of them down; None: all of this machine's."""
+    settings: Mapping[str, str] = field(default_factory=dict)
+    """Of a model of MODEL, beside SETTINGS."""
 
 
+# Small samples and short runs, because its iterations take long on two cores.
+LLAMA = {"MODEL": "stories15m", "SEQ_LENGTH": "32", "GLOBAL_BATCH_SIZE": "2", "TRAIN_ITERS": "25"}
 CHOICES = {
     "two hosts, 1 Gbit/s, T5": Choice(2, "1000mbit", "t5"),
     "two hosts, 100 Mbit/s, T5": Choice(2, "100mbit", "t5"),
     "two hosts on one core, 1 Gbit/s, GPT-2": Choice(2, "1000mbit", "gpt", core=1),
     "four hosts, 1 Gbit/s, T5": Choice(4, "1000mbit", "t5"),
     "four hosts, 100 Mbit/s, GPT-2": Choice(4, "100mbit", "gpt"),
+    "two hosts, 1 Gbit/s, Llama of 15 million": Choice(2, "1000mbit", "gpt", settings=LLAMA),
 }
 
 
-def prepare(family: str, data: Path) -> None:
+def prepare(choice: Choice, data: Path) -> None:
     """The bundled sample, if it is not there."""
     if not data.exists():
-        settings = {"MODEL_FAMILY": family, "SAMPLE": "1", "TOKENIZER_MODEL": "", "MEGATRON_DATA_DIR": str(data)}
+        settings = {"MODEL_FAMILY": choice.family, "SAMPLE": "1", "MEGATRON_DATA_DIR": str(data)}
+        settings |= {"TOKENIZER_MODEL": "", "MODEL": choice.settings.get("MODEL", "")}
         script = ["bash", "scripts/prepare_xsum_megatron.sh"]
         environment = os.environ | settings | {"PYTHON": sys.executable}
         subprocess.run(script, cwd=REPOSITORY, env=environment, check=True)
@@ -100,13 +109,17 @@ def measure(choice: Choice, directory: Path, data: Path) -> None:
                 cluster.shape(node, choice.rate)
             if choice.core is not None:
                 group = put_on_core(cluster, choice.core)
-            environment = SETTINGS | {
-                "MODEL_FAMILY": choice.family,
-                "MEGATRON_DATA_DIR": str(data),
-                "HOSTS": " ".join(cluster.nodes),
-                "PYTHON": sys.executable,
-                "PATH": f"{Path(sys.executable).parent}:{SYSTEM_PATH}",
-            }
+            environment = (
+                SETTINGS
+                | choice.settings
+                | {
+                    "MODEL_FAMILY": choice.family,
+                    "MEGATRON_DATA_DIR": str(data),
+                    "HOSTS": " ".join(cluster.nodes),
+                    "PYTHON": sys.executable,
+                    "PATH": f"{Path(sys.executable).parent}:{SYSTEM_PATH}",
+                }
+            )
 
             def run(*words: str, **settings: str) -> None:
                 line = cluster.on("login", *words, env=environment | settings, cwd=REPOSITORY)
@@ -171,14 +184,14 @@ def row(name: str, choice: Choice, directory: Path, data: Path) -> dict[str, obj
     """A choice in the table."""
     every = json.loads((directory / "every" / STATE).read_text())
     search = json.loads((directory / "search" / STATE).read_text())
-    settings = SETTINGS | {"MODEL_FAMILY": choice.family, "MEGATRON_DATA_DIR": str(data)}
+    settings = SETTINGS | choice.settings | {"MODEL_FAMILY": choice.family, "MEGATRON_DATA_DIR": str(data)}
     os.environ |= settings
     model = asked_model(argparse.Namespace(model=None, vocabulary=None))
     last = search["moments"][-1]
     return {
         "name": name,
         "hosts": choice.hosts,
-        "global_batch": int(SETTINGS["GLOBAL_BATCH_SIZE"]),
+        "global_batch": int((SETTINGS | choice.settings)["GLOBAL_BATCH_SIZE"]),
         "engine_job": msgspec.to_builtins(model.engines[0]),
         "network": json.loads((directory / "network.json").read_text()),
         "host_cost": json.loads((directory / "host.json").read_text()),
@@ -199,6 +212,11 @@ def folder(directory: Path, name: str) -> Path:
     return directory / name.lower().replace(",", "").replace("/", "-").replace(" ", "-")
 
 
+def data_of(choice: Choice, directory: Path) -> Path:
+    """Of a described model with the sample's tokenizer."""
+    return directory / (f"{choice.family}-sample-data" if choice.settings else f"{choice.family}-data")
+
+
 def main() -> None:
     if sys.argv[1] == "--every-layout":
         measure_every_layout(Path(sys.argv[2]), sys.argv[3], sys.argv[4])
@@ -206,14 +224,16 @@ def main() -> None:
     directory = Path(sys.argv[1]).absolute()
     for name in sys.argv[2:] or CHOICES:
         choice = CHOICES[name]
-        prepare(choice.family, directory / f"{choice.family}-data")
-        measure(choice, folder(directory, name), directory / f"{choice.family}-data")
-    rows = [
-        row(name, choice, folder(directory, name), directory / f"{choice.family}-data")
-        for name, choice in CHOICES.items()
-        if (folder(directory, name) / "search" / STATE).exists()
-    ]
-    TABLE.write_text(json.dumps(rows, indent=1) + "\n")
+        prepare(choice, data_of(choice, directory))
+        measure(choice, folder(directory, name), data_of(choice, directory))
+    for table, has_model in ((TABLE, False), (TABLE_OF_MODELS, True)):
+        rows = [
+            row(name, choice, folder(directory, name), data_of(choice, directory))
+            for name, choice in CHOICES.items()
+            if bool(choice.settings) == has_model and (folder(directory, name) / "every" / STATE).exists()
+        ]
+        if rows:
+            table.write_text(json.dumps(rows, indent=1) + "\n")
 
 
 if __name__ == "__main__":
