@@ -41,7 +41,7 @@ def verdict(measured: Mapping[str, Pairs]) -> str:
     pairs = 0
     above = 0
     for title, continued in measured.items():
-        loss_bound, norm_bound = BOUNDS[title.split()[1]]
+        loss_bound, norm_bound = BOUNDS[title.split()[-1]]
         for saved in continued.values():
             for loss, norm in saved.values():
                 pairs += 1
@@ -52,11 +52,11 @@ def verdict(measured: Mapping[str, Pairs]) -> str:
 
 
 def row(title: str, pairs: Pairs) -> str:
-    family, precision = title.split()
+    model, precision = title.rsplit(maxsplit=1)
     loss_bound, norm_bound = BOUNDS[precision]
     number = sum(len(saved) for saved in pairs.values())
     cells = [
-        f"{FAMILIES[family]} in {precision}",
+        f"{FAMILIES.get(model, model)} in {precision}",
         str(number),
         largest(pairs, 0),
         f"{loss_bound:.0e}",

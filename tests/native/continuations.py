@@ -1,10 +1,11 @@
 """Every setup of the native engine continues every other's checkpoint: trains all pairs, and compares the curves.
 
-    python tests/native/continuations.py FAMILY PRECISION [--ring] [--mistake NAME] [--store FILE] [--setups SETUP...]
+    python tests/native/continuations.py MODEL PRECISION [--ring] [--mistake NAME] [--store FILE] [--setups SETUP...]
 
-prints one JSON object: for each pair, the largest relative difference of a loss and of a gradient norm after the change
-from the uninterrupted run of the new setup. Without names of setups, all of them. With --ring each continues the one
-that is named before it. With --mistake something is changed after it was loaded: a kind of tensor, or the step.
+MODEL is one of the launchers' families, or a kind of tests/described.py. It prints one JSON object: for each pair, the
+largest relative difference of a loss and of a gradient norm after the change from the uninterrupted run of the new
+setup. Without names of setups, all of them. With --ring each continues the one that is named before it; of a kind, six
+setups drawn by its name. With --mistake something is changed after it was loaded: a kind of tensor, or the step.
 
 The processes are forked from this one, so that torch is imported once. A setup's processes continue all checkpoints in
 turn, and before each everything that they hold is made nan, so that nothing can be left from the one before.
@@ -16,6 +17,7 @@ import gc
 import json
 import math
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -28,6 +30,7 @@ from typing import Any, NamedTuple
 
 os.environ |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
 
+import described
 import torch
 import torch._dynamo
 import torch.distributed as dist
@@ -37,7 +40,8 @@ from support import REPO_ROOT
 from native import checkpoint
 from native.arguments import parse
 from native.data import open_data
-from native.parallel import Mesh, local_part
+from native.model import mesh_of
+from native.parallel import local_part
 from native.schedule import learning_rate
 from native.token_file import TokenFile, pad_vocabulary
 from native.train import share_vocabulary
@@ -48,6 +52,12 @@ from t5bench.imports import import_deepspeed, leave_out_compiler
 from t5bench.plan import planner
 from t5bench.plan.ports import free_port
 
+# The launchers' T5 is another model.
+KINDS = {"t5 v1.0" if kind == "t5" else kind: config for kind, config in described.CONFIGS.items()}
+SAMPLED = 6
+"""Setups of a ring of a kind."""
+WORDS = 4224
+"""More than the sample's tokenizer has."""
 SAMPLE = REPO_ROOT / "megatron_data" / "sample"
 SAVED = 3
 LAST = 6
@@ -56,6 +66,7 @@ SIZES = {
     "t5": {"ENCODER_SEQ_LENGTH": "32", "DECODER_SEQ_LENGTH": "16"},
     "gpt": {"SEQ_LENGTH": "64", "LR": "0.001", "MIN_LR": "0.0001"},
 }
+LENGTHS = {"t5": SIZES["t5"], "gpt": SIZES["gpt"] | {"SEQ_LENGTH": "32"}}
 RECIPE = {
     "ENGINE": "native", "DEVICE": "cpu", "MODEL_PRESET": "tiny", "TRAIN_ITERS": str(LAST), "GLOBAL_BATCH_SIZE": "12",
     "MICRO_BATCH_SIZE": "1", "LR": "0.01", "MIN_LR": "0.001", "LR_WARMUP_ITERS": "2", "WEIGHT_DECAY": "1",
@@ -95,9 +106,25 @@ OTHER_MICRO_BATCHES = {
 EVERY_SETUP = SETUPS | OTHER_MICRO_BATCHES
 
 
-def words_of(setup: Setup, family: str, precision: str, data: Path) -> list[str]:
+def family_of(model: str) -> str:
+    return model if model in SIZES else described.family_of(KINDS[model])
+
+
+def sizes_of(model: str, data: Path) -> dict[str, str]:
+    """The settings of a model; a kind's are in a config.json beside the data."""
+    if model in SIZES:
+        return SIZES[model] | {"MODEL_FAMILY": model}
+    config = dict(KINDS[model])
+    config["vocab_size"] = WORDS + config["vocab_size"] % 2  # an odd one stays odd
+    path = data / f"{model.replace(' ', '-')}.json"
+    path.write_text(json.dumps(config))
+    return LENGTHS[family_of(model)] | {"MODEL": str(path)}
+
+
+def words_of(setup: Setup, model: str, precision: str, data: Path) -> list[str]:
     """The engine's command line, as the setup's launcher makes it."""
-    chosen = RECIPE | SIZES[family] | setup.settings | {"NPROC_PER_NODE": str(setup.processes), "MODEL_FAMILY": family}
+    recipe = {name: value for name, value in RECIPE.items() if model in SIZES or name != "MODEL_PRESET"}
+    chosen = recipe | sizes_of(model, data) | setup.settings | {"NPROC_PER_NODE": str(setup.processes)}
     chosen |= {"PRECISION_FLAG": "--bf16" if precision == "bf16" else "", "MEGATRON_DATA_DIR": str(data)}
     chosen |= {"TOKENIZER_MODEL": str(SAMPLE / "tokenizer")}
     plan = planner.plan(environment(**chosen), setup.strategy)
@@ -139,8 +166,7 @@ class Process:
         self.file = TokenFile(args.data_path)
         self.vocabulary = share_vocabulary(args, self.file)
         pad_vocabulary(args, self.vocabulary)
-        axes = args.pp, args.dp, args.tp, args.device, args.seed
-        self.mesh = Mesh.build(*axes, divides_sequence=args.sequence_parallel)
+        self.mesh = mesh_of(args)
         self.trainer = make_trainer(args, self.mesh)
 
     def train(self, done: int, saver: checkpoint.Saver | None = None) -> Curve:
@@ -247,11 +273,12 @@ def difference(curve: Curve, expected: Curve) -> tuple[float, float]:
 
 
 def differences(
-    family: str, precision: str, pairs: Mapping[str, Sequence[str]], directory: Path
+    model: str, precision: str, pairs: Mapping[str, Sequence[str]], directory: Path
 ) -> dict[str, dict[str, tuple[float, float]]]:
     """By the setup that continues and the setup that has saved. pairs: whom each setup continues."""
+    family = family_of(model)
     data = prepared(directory, family)
-    words = {name: words_of(EVERY_SETUP[name], family, precision, data) for name in pairs}
+    words = {name: words_of(EVERY_SETUP[name], model, precision, data) for name in pairs}
     folders = {name: directory / str(number) for number, name in enumerate(EVERY_SETUP)}
     expected = {}
     for name in pairs:
@@ -269,7 +296,7 @@ def differences(
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("family", choices=SIZES)
+    parser.add_argument("model", choices=(*SIZES, *KINDS))
     parser.add_argument("precision", choices=("fp32", "bf16"))
     parser.add_argument("--setups", nargs="+", choices=EVERY_SETUP, default=[*SETUPS])
     parser.add_argument("--ring", action="store_true")
@@ -280,15 +307,17 @@ def main() -> None:
     Process.mistake = arguments.mistake
     pairs = dict.fromkeys(names, names)
     if arguments.ring:
+        if arguments.model in KINDS:  # so that the kinds show different pairs
+            names = random.Random(arguments.model).sample(names, min(SAMPLED, len(names)))
         pairs = {name: [before] for before, name in zip([names[-1], *names], names, strict=False)}
     leave_out_compiler()
     import_deepspeed()
     gc.freeze()
     with tempfile.TemporaryDirectory() as directory:
-        found = differences(arguments.family, arguments.precision, pairs, Path(directory))
+        found = differences(arguments.model, arguments.precision, pairs, Path(directory))
     print(json.dumps(found))
     if arguments.store:
-        store(arguments.store, f"{arguments.family} {arguments.precision}", found)
+        store(arguments.store, f"{arguments.model} {arguments.precision}", found)
 
 
 def store(path: Path, title: str, found: Mapping[str, Any]) -> None:
