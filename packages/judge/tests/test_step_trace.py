@@ -10,6 +10,7 @@ import shutil
 import statistics
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -231,3 +232,42 @@ def test_trainer_and_accelerate(traces: Path, tmp_path: Path, capsys: pytest.Cap
     assert status == 0, said
     status, said = judged(capsys, tmp_path / "trainer", tmp_path / "again" / "trainer", "--locate")
     assert status == 0, said
+
+
+def write_weights(directory: Path, keep: Callable[[torch.Tensor, int], torch.Tensor]) -> None:
+    """A training of six steps whose weights are kept so at each of them."""
+    file = step_trace.TraceFile(directory, place=(0, 1))
+    torch.manual_seed(0)
+    start = {name: torch.randn(8, 8) for name in ("up", "down")}
+    for step in range(1, 7):
+        for name, values in start.items():
+            kept = keep(values + 0.01 * step, step)
+            file.add_tensor("weights", name, kept, bits=step_trace.bits(kept))
+            file.add_tensor("reduced", name, values / step, square=step_trace.square(values / step))
+        file.add("loss", value=3.0 - 0.1 * step)
+        file.end_step(step)
+    file.close()
+
+
+def rounded(values: torch.Tensor) -> torch.Tensor:
+    return values.bfloat16().float()
+
+
+def test_weights_that_one_training_rounds_to_bf16_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    write_weights(tmp_path / "right", lambda values, _: values)
+    write_weights(tmp_path / "rounds", lambda values, step: rounded(values) if step >= 4 else values)
+    status, said = judged(capsys, tmp_path / "rounds", tmp_path / "right", "--locate", "--precision", "bf16")
+    assert status == 1, said
+    assert "every weight of rounds is a number of bf16 at step 4" in said
+    assert "the weights of rounds are numbers of bf16 at step 4, the other's are not" in said
+    status, said = judged(capsys, tmp_path / "right", tmp_path / "rounds", "--precision", "bf16")
+    assert status == 1 and "every weight of rounds" in said, said
+
+
+def test_weights_that_both_or_some_round_to_bf16_are_no_difference(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    write_weights(tmp_path / "one", lambda values, _: rounded(values))
+    write_weights(tmp_path / "other", lambda values, _: rounded(values))
+    assert "of bf16 at" not in judged(capsys, tmp_path / "one", tmp_path / "other", "--precision", "bf16")[1]
+    write_weights(tmp_path / "right", lambda values, _: values)
+    write_weights(tmp_path / "first", lambda values, _: torch.cat([rounded(values[:1]), values[1:]]))
+    assert "of bf16 at" not in judged(capsys, tmp_path / "first", tmp_path / "right", "--precision", "bf16")[1]

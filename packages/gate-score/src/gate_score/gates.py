@@ -17,7 +17,7 @@ from t5bench_judge.columns import Names
 from t5bench_judge.logs import Log, read_log
 from t5bench_judge.verdict import answer
 from training_comparison.curves import TOLERANCE, Curves, compare
-from training_comparison.first_difference import copies_apart, first_difference
+from training_comparison.first_difference import copies_apart, first_difference, rounded_to_bf16
 from training_comparison.verdict import DIFFERENT, hidden_by_recipe, verdict_on
 
 
@@ -215,7 +215,8 @@ def shows(pair: Pair) -> list[str]:
         "loss": compared.loss and compared.loss.is_beyond,
         "norm": compared.norm and compared.norm.is_beyond,
         "some ranks": copies_apart(log.trace),
-        "a parameter": first_difference(log.trace, other.trace, pair.recipe.precision),
+        "a parameter": first_difference(log.trace, other.trace, pair.recipe.precision)
+        or rounded_to_bf16(log.trace, other.trace),
     }
     return [name for name, is_seen in seen.items() if is_seen]
 

@@ -11,7 +11,7 @@ from t5bench_judge.columns import Names
 from t5bench_judge.logs import Log, read_log
 from t5bench_judge.verdict import Answer, answer
 from training_comparison.curves import TOLERANCE, Difference
-from training_comparison.first_difference import copies_apart, first_difference
+from training_comparison.first_difference import copies_apart, first_difference, rounded_to_bf16
 from training_comparison.likely import ranks_in_words
 from training_comparison.problem import Problem
 from training_comparison.traces import DIRECTORY, Trace, is_trace, trace_of_run
@@ -80,6 +80,9 @@ def located(first: Trace, second: Trace, names: tuple[str, str], precision: str)
         if apart:
             where = f"{apart.name} ({apart.differing} of {apart.compared} parameters), {ranks_in_words(apart.ranks)}"
             lines.append(f"the ranks of {name} have different copies of weights from step {apart.step} on: {where}")
+        step = rounded_to_bf16(trace, other)
+        if step is not None:
+            lines.append(f"the weights of {name} are numbers of bf16 at step {step}, the other's are not")
     place = first_difference(first, second, precision)
     if place or not lines:
         lines.append(place.sentence() if place else "nothing differs beyond rounding")

@@ -18,7 +18,7 @@ from training_comparison.curves import (
     Tolerance,
     compare,
 )
-from training_comparison.first_difference import copies_apart, ranks_by_loss
+from training_comparison.first_difference import copies_apart, ranks_by_loss, rounded_to_bf16
 from training_comparison.likely import ranks_in_words
 from training_comparison.problem import Problem
 from training_comparison.verdict import DIFFERENT, BlindSpot, Verdict, hidden_by_recipe, verdict_on
@@ -47,9 +47,9 @@ def answer(first: Log, second: Log, precision: str) -> Answer:
     steps = sorted(pair.ours.loss.keys() & pair.theirs.loss.keys())
     compared = compare(pair.ours, pair.theirs, bounds, rounding(first, second))
     notes = [*pair.notes, *_notes(first, second, pair, steps)]
-    one_rank = _of_one_rank(first, second, compared)
-    if one_rank:
-        found = Verdict(DIFFERENT, compared.beyond, one_rank)
+    of_traces = _of_one_rank(first, second, compared) or _of_rounded_weights(first, second)
+    if of_traces:
+        found = Verdict(DIFFERENT, compared.beyond, of_traces)
     else:
         clip = first.clip if first.clip == second.clip else 0.0
         found = verdict_on(compared, _hidden(first, second, compared, steps), clip)
@@ -254,6 +254,10 @@ def _hidden_by_rounding(what: str, curve: Mapping[int, float], rounded: float, b
 # ---- one rank ------------------------------------------------------------------------------------------------------
 
 COPIES = "{who} other parameters than the rest {where}: an update, a broadcast or a reduction left out a rank"
+ROUNDED = (
+    "bf16: every weight of {name} is a number of bf16 at step {step}, and the other's are not: it has no master"
+    " weights in fp32, or has saved or loaded them in bf16"
+)
 
 
 def _of_one_rank(first: Log, second: Log, compared: ComparedCurves) -> str:
@@ -275,6 +279,15 @@ def _of_one_rank(first: Log, second: Log, compared: ComparedCurves) -> str:
         if ranks:
             kind = "one rank" if len(ranks) == 1 else "some ranks"
             return f"{kind}: {ranks_in_words(ranks)} has another loss at step {loss.step}, and the others agree"
+    return ""
+
+
+def _of_rounded_weights(first: Log, second: Log) -> str:
+    """What the checksums of two traces say of weights that one training has rounded to bf16; "" without such."""
+    for own, other in ((first, second), (second, first)):
+        step = rounded_to_bf16(own.trace, other.trace) if own.trace and other.trace else None
+        if step is not None:
+            return ROUNDED.format(name=own.name, step=step)
     return ""
 
 

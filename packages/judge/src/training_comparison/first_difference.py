@@ -42,6 +42,7 @@ BF16_FORWARD_AT_FIRST = 1e-3
 BF16_SIZE_AT_FIRST = 2e-3
 LAST_DIGIT = 2**-23  # of a weight of 1: a smaller change is lost
 OF_PARAMETERS = ("weights", "reduced")  # which each training has of all its parameters
+BF16_CUTS = 1 << 16  # a number of fp32 that bf16 has, too, is a multiple of these bits
 SMALL = 1e-3  # of all gradients together: a smaller gradient may be rounding alone, as that of attention's key bias
 
 
@@ -294,6 +295,17 @@ def far_from(trace: Trace, step: int, name: str, other: Trace | None, ranks: set
 
 
 # ---- bf16 ------------------------------------------------------------------------------------------------------------
+
+
+def rounded_to_bf16(trace: Trace, other: Trace) -> int | None:
+    """The first step at which all weights of fp32 are numbers of bf16 in this training, and not in the other."""
+    common = sorted(set(trace.steps) & set(other.steps))
+    return next((step for step in common if is_in_bf16(trace, step) and not is_in_bf16(other, step)), None)
+
+
+def is_in_bf16(trace: Trace, step: int) -> bool:
+    bits = [line.bits for name in trace.names(step, "weights") for line in trace.lines[step, "weights", name]]
+    return any(bits) and not any(of_tensor % BF16_CUTS for of_tensor in bits)
 
 
 def differences_in_bf16(run: Trace, baseline: Trace, unit: str = "step") -> list[str]:
