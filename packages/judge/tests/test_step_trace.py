@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from t5bench_judge.__main__ import main
+from training_comparison.first_difference import first_difference
 from training_comparison.problem import Problem
 from training_comparison.traces import read_trace
 
@@ -197,6 +198,44 @@ def test_a_training_that_went_on_from_an_earlier_step(tmp_path: Path):
         {"step": step, "phase": "loss", "value": value} for step, value in ((1, 3.0), (2, 9.0), (3, 9.0), (2, 2.0))
     ]
     assert read_trace(write(tmp_path / "trace", HEADER, *losses)).losses == {1: 3.0, 2: 2.0}
+
+
+def test_what_is_no_number_is_a_difference(tmp_path: Path):
+    """Infinities of both signs, whose sum is no number either, in two parts of a parameter."""
+    infinite = float("inf")
+    for name, values in (("right", (1.0, 2.0)), ("wrong", (infinite, -infinite))):
+        parts = [
+            {"step": 1, "phase": "reduced", "name": "a", "part": str(number), "sketch": [value]}
+            for number, value in enumerate(values)
+        ]
+        write(tmp_path / name, HEADER, *parts)
+    right, wrong = (read_trace(tmp_path / name) for name in ("right", "wrong"))
+    assert first_difference(right, right) is None
+    found = first_difference(wrong, right)
+    assert found is not None and (found.name, found.difference) == ("a", infinite)
+
+
+@pytest.mark.parametrize(
+    ("precision", "later", "differs"), [("fp32", 1.1, True), ("bf16", 1.1, False), ("bf16", 1.5, True)]
+)
+def test_later_steps_in_bf16_are_compared_by_size(tmp_path: Path, precision: str, later: float, differs: bool):
+    """There the direction of an honest gradient differs by as much as it is large."""
+    for name, size, sign in (("right", 1.0, 1), ("wrong", later, -1)):
+        lines = [{"step": step, "phase": "reduced", "name": "a", "sketch": [1.0], "square": 1.0} for step in (1, 2)]
+        write(tmp_path / name, HEADER, *lines, lines[0] | {"step": 3, "sketch": [sign * size], "square": size**2})
+    right, wrong = (read_trace(tmp_path / name) for name in ("right", "wrong"))
+    assert (first_difference(wrong, right, precision) is not None) == differs
+
+
+def test_a_gradient_that_is_rounding_alone_is_no_difference(tmp_path: Path):
+    """That of attention's key bias is 0 but for rounding, which no two layouts share."""
+    for name, noise in (("right", 1e-8), ("other", -1e-8)):
+        lines = [
+            {"step": 1, "phase": "reduced", "name": name_of, "sketch": [value]}
+            for name_of, value in (("key.weight", 1.0), ("key.bias", noise))
+        ]
+        write(tmp_path / name, HEADER, *lines)
+    assert first_difference(read_trace(tmp_path / "other"), read_trace(tmp_path / "right")) is None
 
 
 def test_a_line_that_was_cut_off_is_left_out(tmp_path: Path):

@@ -16,8 +16,9 @@ from gate_score.trainer import Recipe, Trainer
 from t5bench_judge.columns import Names
 from t5bench_judge.logs import Log, read_log
 from t5bench_judge.verdict import answer
+from training_comparison.copies import copies_apart
 from training_comparison.curves import TOLERANCE, Curves, compare
-from training_comparison.first_difference import copies_apart, first_difference, rounded_to_bf16
+from training_comparison.first_difference import first_difference, rounded_to_bf16
 from training_comparison.verdict import DIFFERENT, hidden_by_recipe, verdict_on
 
 

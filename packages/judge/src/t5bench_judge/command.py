@@ -10,8 +10,9 @@ from typing import Any
 from t5bench_judge.columns import Names
 from t5bench_judge.logs import Log, read_log
 from t5bench_judge.verdict import Answer, answer
+from training_comparison.copies import copies_apart
 from training_comparison.curves import TOLERANCE, Difference
-from training_comparison.first_difference import copies_apart, first_difference, rounded_to_bf16
+from training_comparison.first_difference import first_difference, rounded_to_bf16
 from training_comparison.likely import ranks_in_words
 from training_comparison.problem import Problem
 from training_comparison.traces import DIRECTORY, Trace, is_trace, trace_of_run

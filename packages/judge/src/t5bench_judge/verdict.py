@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from t5bench_judge.logs import Log, resolution
+from training_comparison.copies import copies_apart
 from training_comparison.curves import (
     LOSS,
     TOLERANCE,
@@ -18,7 +19,7 @@ from training_comparison.curves import (
     Tolerance,
     compare,
 )
-from training_comparison.first_difference import copies_apart, ranks_by_loss, rounded_to_bf16
+from training_comparison.first_difference import ranks_by_loss, rounded_to_bf16
 from training_comparison.likely import ranks_in_words
 from training_comparison.problem import Problem
 from training_comparison.verdict import DIFFERENT, BlindSpot, Verdict, hidden_by_recipe, verdict_on

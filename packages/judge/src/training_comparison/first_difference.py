@@ -1,7 +1,6 @@
 """Where two traced trainings first differ beyond rounding: the step, the phase, the tensor and the ranks."""
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -103,7 +102,7 @@ def rounding(run: Trace, baseline: Trace, precision: str, step: int, number: int
         found = dict(BF16_ROUNDING)
         if begins and computes_alike(run, baseline):
             found["forward"] = BF16_FORWARD_AT_FIRST
-    if begins:
+    if begins and (precision == FP32 or computes_alike(run, baseline)):  # else masters may be beside rounded copies
         found["weights"] = INITIAL_WEIGHTS
     return found
 
@@ -152,7 +151,7 @@ def first_of_phase(
 
 
 def root_mean_square(sketch: Sequence[float]) -> float:
-    return math.sqrt(math.fsum(number * number for number in sketch) / len(sketch)) if sketch else 0.0
+    return math.sqrt(sum(number * number for number in sketch) / len(sketch)) if sketch else 0.0
 
 
 def apart(value: Value, reference: Value, floor: float = 0.0) -> float:
@@ -242,58 +241,6 @@ def ranks_by_loss(run: Trace, baseline: Trace, step: int, bound: float) -> tuple
     return tuple(found) if len(found) < len(ours) else ()
 
 
-def copies_apart(trace: Trace, other: Trace | None = None) -> Place | None:
-    """Where copies of weights first are not the same, bit by bit, on all ranks that have them.
-
-    other: a training that may say which of two ranks is right.
-    """
-    for step in trace.steps:
-        names = trace.names(step, "weights")
-        wrong = [name for name in names if not has_equal_copies(trace, step, name)]
-        if wrong:
-            name = wrong[0]
-            ranks = odd_ranks(trace, step, name, other)
-            values = trace.values(step, "weights", name)[0]
-            difference = max(apart(value, values[0]) for value in values)
-            return Place(step, "weights", name, ranks, difference, "", len(wrong), len(names))
-    return None
-
-
-def has_equal_copies(trace: Trace, step: int, name: str) -> bool:
-    bits: dict[str, set[int]] = {}
-    for line in trace.lines[step, "weights", name]:
-        bits.setdefault(line.part, set()).add(line.bits)
-    return all(len(of_part) == 1 for of_part in bits.values())
-
-
-def odd_ranks(trace: Trace, step: int, name: str, other: Trace | None) -> tuple[int, ...]:
-    """The ranks whose copy is not what most have; all that hold one of them, where neither that nor the other training
-    tells."""
-    lines = trace.lines[step, "weights", name]
-    found: set[int] = set()
-    for part in {line.part for line in lines}:
-        bits = {line.rank: line.bits for line in lines if line.part == part}
-        ((most, count), *rest) = Counter(bits.values()).most_common()
-        if not rest:
-            continue
-        has_majority = 2 * count > len(bits)
-        found |= {rank for rank, own in bits.items() if not has_majority or own != most}
-    return far_from(trace, step, name, other, found) or tuple(sorted(found))
-
-
-def far_from(trace: Trace, step: int, name: str, other: Trace | None, ranks: set[int]) -> tuple[int, ...]:
-    """Those whose copy is farther from the other training's than the nearest, which is as near as rounding; else ()."""
-    values = trace.values(step, "weights", name)[0]
-    references = other.values(step, "weights", name) if other else {}
-    if not references or len(ranks) < len(trace.headers):
-        return ()
-    distances = {value.ranks: apart(value, references[0][0]) for value in values}
-    nearest = min(distances.values())
-    if nearest > ROUNDING_AT_FIRST["reduced"]:
-        return ()  # none has what the other training has
-    return tuple(sorted(rank for of_ranks, distance in distances.items() if distance > nearest for rank in of_ranks))
-
-
 # ---- bf16 ------------------------------------------------------------------------------------------------------------
 
 
@@ -339,5 +286,5 @@ def wrong_sizes(run: Trace, baseline: Trace, unit: str) -> Iterator[str]:
 
 def larger_by(sketch: Sequence[float], reference: Sequence[float]) -> float:
     """By which share of its size the part of a sketch that points along the reference is larger."""
-    product = math.fsum(ours * theirs for ours, theirs in zip(sketch, reference, strict=True))
-    return product / math.fsum(number * number for number in reference) - 1
+    product = sum(ours * theirs for ours, theirs in zip(sketch, reference, strict=True))
+    return product / sum(number * number for number in reference) - 1

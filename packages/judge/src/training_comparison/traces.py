@@ -257,8 +257,8 @@ def copies(lines: Sequence[TraceLine]) -> list[Value]:
     found = []
     for number in range(max(map(len, of_parts))):
         of_copy = [of_part[min(number, len(of_part) - 1)] for of_part in of_parts]
-        sketch = [math.fsum(numbers) for numbers in zip(*(line.sketch for line in of_copy), strict=True)]
+        sketch = [sum(numbers) for numbers in zip(*(line.sketch for line in of_copy), strict=True)]
         ranks = tuple(sorted({line.rank for line in of_copy}))
         weight = math.hypot(*(line.weight for line in of_copy))
-        found.append(Value(ranks, sketch, weight, math.fsum(line.square for line in of_copy)))
+        found.append(Value(ranks, sketch, weight, sum(line.square for line in of_copy)))
     return found
