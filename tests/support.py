@@ -12,11 +12,20 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
+import pytest
 from made_runs import made_plan
 
 from t5bench.plan.ports import free_port
 from t5bench.record.plan import Plan
+
+
+def nightly(*cases: Any) -> list[Any]:
+    """Cases of a parametrization, each a value or a tuple of them, that are played every night alone."""
+    values = [case if isinstance(case, tuple) else (case,) for case in cases]
+    return [pytest.param(*each, marks=pytest.mark.nightly) for each in values]
+
 
 REPO_ROOT = Path(__file__).resolve().parent.parent
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "zero3_offload", "tensor", "pipeline", "hybrid")

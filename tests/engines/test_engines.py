@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from real_runs import EXACT, WATCHED, finish, kill, start, train
-from support import NATIVE_STRATEGIES
+from support import NATIVE_STRATEGIES, nightly
 
 from native.pieces import KINDS
 from t5bench.__main__ import main
@@ -99,7 +99,7 @@ def test_both_engines_train_the_same_model(megatron_runs: Path, native_runs: Pat
 
 @pytest.mark.parametrize(
     ("trained", "tp", "evaluates"),
-    [pytest.param("hybrid", "1", "ddp", marks=pytest.mark.nightly), ("zero3_offload", "2", "tensor")],
+    [("zero3_offload", "2", "tensor"), *nightly(("hybrid", "1", "ddp"))],
 )
 def test_merged_weights_have_the_evaluated_loss(
     megatron_runs: Path, megatron_dir: Path, sample_data: Path, tmp_path: Path, trained: str, tp: str, evaluates: str
@@ -136,9 +136,7 @@ def test_fsdp2_in_eight_processes(native_runs: Path, sample_data: Path, tmp_path
     parity(tmp_path / "kept", baseline=native_runs / "ddp")
 
 
-@pytest.mark.parametrize(
-    "strategy", ["zero2", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("zero3", "zero3_offload"))]
-)
+@pytest.mark.parametrize("strategy", ["zero2", *nightly("zero3", "zero3_offload")])
 def test_zero_that_reduces_once(native_runs: Path, sample_data: Path, tmp_path: Path, strategy: str):
     """Gradients that each process adds up, and reduces after the last micro-batch, are the same ones."""
     settings = EXACT | {"ENGINE": "native", "MEGATRON_DATA_DIR": str(sample_data), "ZERO_REDUCE_ONCE": "1"}
@@ -221,7 +219,7 @@ SAVE_INTERVAL = 4
 NEWEST = 2 * SAVE_INTERVAL  # the last checkpoint that a killed run has
 
 
-@pytest.mark.parametrize("engine", ["native", pytest.param("megatron", marks=pytest.mark.nightly)], indirect=True)
+@pytest.mark.parametrize("engine", ["native", *nightly("megatron")], indirect=True)
 def test_a_killed_run_continues(engine: Engine, tmp_path: Path):
     """In bf16 with dropout, on two nodes without a shared file system. All processes are killed after the second
     checkpoint, of which one node lacks a part: all go on from the first, and what was logged before is logged again,

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from real_runs import EXACT, train
+from support import nightly
 
 from t5bench.checkpoint_form import TRACKER
 from t5bench.compare.parity import compare_runs
@@ -112,9 +113,7 @@ def test_gradients_of_bf16_copies_are_put_off(trained: Trained, family: str, set
     assert len(plain) == 4 and put_off == plain
 
 
-@pytest.mark.parametrize(
-    "schedule", ["interleaved", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("1f1b", "zero-bubble"))]
-)
+@pytest.mark.parametrize("schedule", ["interleaved", *nightly("1f1b", "zero-bubble")])
 def test_a_resumed_pipeline_gives_the_uninterrupted_curve(
     sample_data: Path, trained: Trained, tmp_path: Path, schedule: str
 ):

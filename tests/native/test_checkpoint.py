@@ -22,7 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_runs import made_checkpoints
 from real_runs import EXACT, finish, start
-from support import REPO_ROOT
+from support import REPO_ROOT, nightly
 from torch.distributed.checkpoint import FileSystemReader, SavePlan
 
 from docs import continuations as continuations_page
@@ -418,9 +418,7 @@ def test_a_run_goes_on_with_other_micro_batches_where_its_targets_are_equal(fami
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "mistake", ["exp_avg", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("step", "exp_avg_sq", "model"))]
-)
+@pytest.mark.parametrize("mistake", ["exp_avg", *nightly("step", "exp_avg_sq", "model")])
 def test_a_mistake_in_what_is_carried_over_shows(mistake: str):
     found = continuations("t5", "fp32", "--mistake", mistake, "--setups", "DDP, 1 process")
     [[(loss, _)]] = [pairs.values() for pairs in found.values()]

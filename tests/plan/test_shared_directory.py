@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from made_runs import make_run
-from support import Project, wait_for
+from support import Project, nightly, wait_for
 
 from t5bench.plan import run_lock
 from t5bench.plan.ports import free_port
@@ -81,7 +81,7 @@ FINISHED = {
 
 
 @pytest.mark.parametrize("name", FINISHED)
-@pytest.mark.parametrize("node", [0, 1])
+@pytest.mark.parametrize("node", [0, *nightly(1)])
 def test_every_node_leaves_a_finished_run_alone(two_nodes: TwoNodes, name: str, node: int):
     alone = {"HOSTS": "127.0.0.1", "NNODES": "1"}
     assert end_of(two_nodes.start(0, **alone))[0] == 0
@@ -94,7 +94,7 @@ def test_every_node_leaves_a_finished_run_alone(two_nodes: TwoNodes, name: str, 
 
 @pytest.mark.parametrize(
     ("first", "seconds"),
-    [(1, 2), *(pytest.param(*order, marks=pytest.mark.nightly) for order in ((0, 0), (0, 2), (1, 0)))],
+    [(1, 2), *nightly((0, 0), (0, 2), (1, 0))],
 )
 def test_nodes_of_one_run_share_a_directory(two_nodes: TwoNodes, first: int, seconds: int):
     """Also after a crash, when other nodes' parts of the earlier attempt lie there."""
@@ -122,7 +122,10 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("name", OTHERS)
+OTHERS_DAILY = ("another seed", "the same place")
+
+
+@pytest.mark.parametrize("name", [*OTHERS_DAILY, *nightly(*(name for name in OTHERS if name not in OTHERS_DAILY))])
 def test_a_node_of_another_run_leaves_a_running_one_alone(two_nodes: TwoNodes, name: str):
     changes, named = OTHERS[name]
     own = two_nodes.start(0, STUB_SLEEP="60")

@@ -16,7 +16,17 @@ from pathlib import Path
 
 import psutil
 import pytest
-from support import ITERATION, MEMORY, REPO_ROOT, Project, engine_output, make_project, processes_with, wait_for
+from support import (
+    ITERATION,
+    MEMORY,
+    REPO_ROOT,
+    Project,
+    engine_output,
+    make_project,
+    nightly,
+    processes_with,
+    wait_for,
+)
 
 from t5bench.plan.ports import free_port
 from t5bench.record.records import load
@@ -87,7 +97,9 @@ def test_a_launcher_that_is_killed(project: Project):
     assert f"its launcher (process {launcher.pid}) was killed" in again.stderr
 
 
-@pytest.mark.parametrize("streams", ["</dev/null", ">/dev/full 2>/dev/full", "2>&1 | true", "2>/dev/null | true"])
+@pytest.mark.parametrize(
+    "streams", [">/dev/full 2>/dev/full", "2>&1 | true", *nightly("</dev/null", "2>/dev/null | true")]
+)
 def test_nobody_reads_the_output(project: Project, streams: str):
     launch_ddp(project, after=streams, STUB_WAIT="1")
     assert status_of(project).startswith("complete")
@@ -124,15 +136,7 @@ REMOVED_NIGHTLY = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "removed",
-    [
-        "",
-        "node0.log",
-        "emptied metrics.jsonl",
-        *(pytest.param(what, marks=pytest.mark.nightly) for what in REMOVED_NIGHTLY),
-    ],
-)
+@pytest.mark.parametrize("removed", ["", "node0.log", "emptied metrics.jsonl", *nightly(*REMOVED_NIGHTLY)])
 def test_run_directory_removed(project: Project, removed: str):
     """Or files in it, or what is in one of them: the record is whole."""
     launcher = project.start_sleeping(STUB_SLEEP="6", SAMPLE_INTERVAL="1")
@@ -160,7 +164,7 @@ def test_run_directory_removed(project: Project, removed: str):
     assert "stub torchrun output" in (directory / "node0.log").read_text()
 
 
-@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo], ids=["directory", "pipe"])
+@pytest.mark.parametrize("make", [os.mkfifo, *nightly(Path.mkdir)])
 def test_what_is_no_file_in_the_place_of_a_runs_files(project: Project, make: Callable[[Path], None]):
     """It is set aside, and the record is whole: nothing waits for a pipe."""
     launcher = project.start_sleeping(STUB_SLEEP="6", SAMPLE_INTERVAL="1")
@@ -196,7 +200,7 @@ def test_a_log_that_was_cut_short_cannot_be_restored(project: Project):
 
 @pytest.mark.parametrize(
     ("number", "to_all"),
-    [(signal.SIGUSR1, True), (signal.SIGUSR2, True), (signal.SIGUSR2, False), (signal.SIGQUIT, True)],
+    [(signal.SIGUSR1, True), *nightly((signal.SIGUSR2, True), (signal.SIGUSR2, False), (signal.SIGQUIT, True))],
 )
 def test_signals_of_slurm_and_of_people(project: Project, number: signal.Signals, to_all: bool):
     """SLURM's --signal goes to all processes of a job, or to the launcher alone."""
@@ -226,9 +230,18 @@ def slow(of):
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-@pytest.mark.parametrize("send", [os.kill, os.killpg], ids=["launcher", "all"])
-@pytest.mark.parametrize("slowed", ["begin", "headline"])
+EARLY_SIGNALS = [
+    (number, send, slowed)
+    for number in (signal.SIGUSR1, signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    for send in (os.kill, os.killpg)
+    for slowed in ("begin", "headline")
+]
+EARLY_DAILY = [(signal.SIGINT, os.killpg, "begin"), (signal.SIGTERM, os.kill, "headline")]
+
+
+@pytest.mark.parametrize(
+    ("number", "send", "slowed"), [*EARLY_DAILY, *nightly(*(case for case in EARLY_SIGNALS if case not in EARLY_DAILY))]
+)
 def test_a_signal_before_torchrun_starts(project: Project, number: signal.Signals, send: Callable, slowed: str):
     """While the run is being planned, and once its directory is prepared."""
     module, mark = project.root / "t5bench" / "plan" / "__main__.py", project.stubs / "slow"
@@ -246,7 +259,7 @@ def test_a_signal_before_torchrun_starts(project: Project, number: signal.Signal
     assert project.launch("ddp").returncode == 0, "the directory is free"
 
 
-@pytest.mark.parametrize("shell", ["bash -i", "bash -m", "env SHELLOPTS=monitor bash"])
+@pytest.mark.parametrize("shell", ["bash -i", *nightly("bash -m", "env SHELLOPTS=monitor bash")])
 def test_job_control(project: Project, shell: str):
     """With it, each command of a shell leads a process group."""
     script = shlex.quote(str(project.script("run_megatron_t5_ddp.sh")))
@@ -394,7 +407,7 @@ def test_disk_full_while_logging(project: Project, mount: Callable[..., Path], w
     assert project.launch("ddp").returncode == 0
 
 
-@pytest.mark.parametrize("inodes", [3, 6, 9])
+@pytest.mark.parametrize("inodes", [6, *nightly(3, 9)])
 def test_no_inode_at_the_start(project: Project, mount: Callable[..., Path], inodes: int):
     """Or at the end, where there were just enough to begin."""
     mount("tmpfs", f"size=1m,nr_inodes={inodes}")
