@@ -27,8 +27,12 @@ export PYTHON=${PYTHON:-python3}
 
 # ---- messages ------------------------------------------------------------------------------------------------------
 
-# A terminal that is gone or a log on a full disk ends no run. Control characters of arguments steer no terminal.
-note() { printf '%s\n' "${*//[![:print:]$'\t\n']/?}" >&2 || true; }
+# A terminal that is gone, a log on a full disk or a pipe that nobody reads neither ends a run nor holds it up. Control
+# characters of arguments steer no terminal.
+note() {
+  local text=${*//[![:print:]$'\t\n']/?}
+  timeout --foreground 3 printf '%s\n' "$text" >&2 2>/dev/null || [[ $? != 127 ]] || printf '%s\n' "$text" >&2 || true
+}
 
 # die WHAT-IS-WRONG [WHAT-TO-DO]: exit status 2 says that nothing expensive has started and nothing was changed.
 die() {
@@ -151,17 +155,48 @@ slurm_hosts() {
   fi
 }
 
+# take NAME VALUE...: sets NAME to the first value that is not empty.
+take() {
+  local name=$1 value=''
+  for value in "${@:2}"; do
+    [[ -z $value ]] || break
+  done
+  printf -v "$name" '%s' "$value"
+}
+
 # resolve_nodes [MASTER] [RANK]: sets HOSTS, NNODES, MASTER_ADDR and NODE_RANK, each from the argument, else the
-# environment, else SLURM. The plan finds this host's rank among HOSTS where none is given, and says what is wrong.
+# environment, else SLURM, else its default. The plan finds this host's rank among HOSTS where none is given, and says what
+# is wrong.
 resolve_nodes() {
-  local hosts=() given_rank=${NODE_RANK:-}
-  MASTER_ADDR=${1:-${MASTER_ADDR:-}} NODE_RANK=${2:-${NODE_RANK:-${SLURM_NODEID:-}}}
+  local hosts=() number='' assumed=1 alone=()
+  [[ ${HOSTS:-} == *[![:space:]]* ]] || HOSTS=''
   read -r -d '' -a hosts <<<"${HOSTS:-$(slurm_hosts)}" || true
-  if [[ -n $MASTER_ADDR && -z ${NNODES:-}${hosts[*]}${SLURM_JOB_NUM_NODES:-} && ! ${MASTER_ADDR,,} =~ ^(localhost\.?|127\..*|::1)$ ]]; then
-    NNODES=2
-    note "Neither HOSTS nor NNODES gives the number of nodes: assuming 2, with $MASTER_ADDR as the master."
-  fi
-  if [[ -n ${SLURM_NODEID:-} && -z ${1:-}${2:-}${HOSTS:-}${given_rank} ]]; then
+  check_slurm_step "$@"
+  is_named_alone "$@" && assumed=2
+  # The plan refuses such a list as a host's name; without it, this would be a run on one node.
+  [[ -n ${NNODES:-}${hosts[*]}${SLURM_JOB_NUM_NODES:-} || $assumed == 2 ]] ||
+    hosts=(${SLURM_JOB_NODELIST:+"$SLURM_JOB_NODELIST"})
+  ((${#hosts[@]} == 0)) || number=${#hosts[@]}
+  HOSTS="${hosts[*]}"
+
+  # In each row: argument, environment, SLURM, default.
+  take NNODES '' "${NNODES:-$number}" "${SLURM_JOB_NUM_NODES:-}" "$assumed"
+  [[ $NNODES != 1 ]] || alone=(127.0.0.1 0)
+  take MASTER_ADDR "${1:-}" "${MASTER_ADDR:-}" "${hosts[0]:-}" "${alone[0]:-}"
+  take NODE_RANK "${2:-}" "${NODE_RANK:-}" "${SLURM_NODEID:-}" "${alone[1]:-}"
+}
+
+# is_named_alone [MASTER] [RANK]: whether a master on another machine is all that says how many nodes there are. Uses hosts.
+is_named_alone() {
+  local master=${1:-${MASTER_ADDR:-}}
+  [[ -n $master && -z ${NNODES:-}${hosts[*]}${SLURM_JOB_NUM_NODES:-} ]] || return 1
+  [[ ! ${master,,} =~ ^(localhost\.?|127\..*|::1)$ ]] || return 1
+  note "Neither HOSTS nor NNODES gives the number of nodes: assuming 2, with $master as the master."
+}
+
+# check_slurm_step [MASTER] [RANK]: whether srun started this where it can take its nodes from SLURM. Uses hosts.
+check_slurm_step() {
+  if [[ -n ${SLURM_NODEID:-} && -z ${1:-}${2:-}$HOSTS${NODE_RANK:-} ]]; then
     if ((${SLURM_LOCALID:-0} > 0)); then
       note "Task $SLURM_LOCALID of this node has nothing to do: one launcher starts all processes of its node (srun --ntasks-per-node=1)."
       exit 0
@@ -170,16 +205,10 @@ resolve_nodes() {
       die "this job has $SLURM_JOB_NUM_NODES nodes, but only one of them runs this script: srun did not start it" \
         "Run: srun --ntasks-per-node=1 bash $0, or sbatch scripts/slurm/run_strategy.sbatch"
   fi
-  if [[ ${SLURM_STEP_NUM_NODES:-} == 1 && -z ${1:-}${HOSTS:-}${NNODES:-} ]] && ((${#hosts[@]} > 1)); then
+  if [[ ${SLURM_STEP_NUM_NODES:-} == 1 && -z ${1:-}$HOSTS${NNODES:-} ]] && ((${#hosts[@]} > 1)); then
     note "srun runs this on one of the job's ${#hosts[@]} nodes: start it on the others too, or on one node with HOSTS=$(</proc/sys/kernel/hostname)."
   fi
-  if [[ ${SLURM_HET_SIZE:-1} -gt 1 && -z ${HOSTS:-} ]]; then
+  if [[ ${SLURM_HET_SIZE:-1} -gt 1 && -z $HOSTS ]]; then
     note "This SLURM job has $SLURM_HET_SIZE components, and this run uses the nodes of one: ${hosts[*]}. Export HOSTS, the master first, to use all."
   fi
-  # The plan refuses such a list as a host's name; without it, this would be a run on one node.
-  [[ -n ${NNODES:-}${hosts[*]}${SLURM_JOB_NUM_NODES:-} ]] || hosts=(${SLURM_JOB_NODELIST:+"$SLURM_JOB_NODELIST"})
-  ((${#hosts[@]} == 0)) || NNODES=${NNODES:-${#hosts[@]}}
-  NNODES=${NNODES:-${SLURM_JOB_NUM_NODES:-1}} MASTER_ADDR=${MASTER_ADDR:-${hosts[0]:-}}
-  [[ $NNODES != 1 ]] || MASTER_ADDR=${MASTER_ADDR:-127.0.0.1} NODE_RANK=${NODE_RANK:-0}
-  HOSTS="${hosts[*]}"
 }

@@ -82,7 +82,7 @@ GROUPS = {
     "for maintainers": {
         "gate-score": ("gate_score.command", "count the public defects that each gate catches, and its false alarms"),
         "support": ("t5bench.choose.support", "print docs/generated/support.md: which strategies combine with what"),
-        "settings": ("t5bench.plan.settings", "print docs/generated/settings.md, the page of all settings"),
+        "settings": ("t5bench.plan.help", "print docs/generated/settings.md, the page of all settings"),
         "record": ("t5bench.run.recorder", "write a node's record of a run (the launchers call this)"),
         "collect": ("t5bench.record.collect", "gather the parts of a run from its nodes"),
     },

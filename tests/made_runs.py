@@ -131,10 +131,10 @@ def made_plan(
         options = config_of_settings(draft_of(plan))
         plan = replace(plan, ds_config=options | {"zero_optimization": {"stage": stage, "overlap_comm": False}})
     if "environment" not in fields:
-        plan = replace(plan, environment=torchrun_command.environment(draft_of(plan), choices_of(plan)))
+        plan = replace(plan, environment=torchrun_command.environment(draft_of(plan), plan, choices_of(plan)))
     if "arguments" in fields:
         return plan
-    own = torchrun_command.own_arguments(draft_of(plan), choices_of(plan))
+    own = torchrun_command.own_arguments(draft_of(plan), plan, choices_of(plan))
     return replace(plan, arguments=replace(plan.arguments, own=[*own, *own_arguments]))
 
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from t5bench import REPOSITORY, Problem
 from t5bench.given_files import read_object
+from t5bench.plan.help import lacks
 from t5bench.plan.launchers import ENGINES, all_declarations
 from t5bench.plan.planner import plan
-from t5bench.plan.settings import lacks
 from t5bench.record.plan import Strategy
 from t5bench.record.settings import MODEL_FAMILIES
 

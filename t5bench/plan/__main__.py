@@ -12,29 +12,24 @@ follow ``--``. Settings, hosts and the rank are in the environment. This process
 """
 
 import ctypes
-import errno
 import json
 import os
 import shlex
 import signal
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
-from pathlib import Path
 
 from t5bench import EXIT_CONFIGURATION, Problem, inherited, note
-from t5bench.plan import node_checks, run_lock
-from t5bench.plan.engine import offload_device
-from t5bench.plan.interpreter import is_plain, needs_link, path_of_programs, plain_caches, plain_link, torch_elsewhere
 from t5bench.plan.launchers import declaration
 from t5bench.plan.misspelt import TOLD, settings_read_by, warnings_of_misspelt
 from t5bench.plan.planner import plan
+from t5bench.plan.prepare import prepared, previewed
+from t5bench.plan.run_directory import command_file
 from t5bench.plan.scripts import SCRIPTS, script_defaults, script_values
-from t5bench.plan.settings import full_help, help_lines, short_help, values_from
+from t5bench.plan.settings import values_from
 from t5bench.record.command_script import script
 from t5bench.record.plan import Plan
 from t5bench.record.settings import DEFAULT_TOKENIZER, declarations_of
-from t5bench.record.status import SPACE_REMEDY, remedy_of_writing
 from t5bench.text import guard_streams, visible
 from t5bench.unread import never_wait
 
@@ -70,128 +65,6 @@ def keep_the_answer_apart() -> int:
 # ---- launchers -------------------------------------------------------------------------------------------------------
 
 
-def begin(planned: Plan, launcher: int) -> Plan:
-    """Claims and prepares the run directory. launcher: its process id."""
-    directory = Path(planned.output_dir)
-    try:
-        killed = node_checks.killed_launcher(planned)
-        run_lock.take_for_run(directory, planned.node, launcher, node_checks.run_facts(planned))
-        planned = replace(planned, notes=[*planned.notes, *killed])
-        planned = choose_checkpoint(planned, agree=True)
-        if not planned.obstacles:
-            node_checks.prepare_directory(planned, launcher, script(planned))
-    except Problem as problem:
-        planned = stopped(planned, Problem(problem.found, problem.remedy, "running", fatal=False))
-    except OSError as error:
-        found = f"cannot write to the run directory {planned.output_dir}: {error.strerror or error}"
-        otherwise = SPACE_REMEDY if error.errno == errno.ENOSPC else "Choose another OUTPUT_DIR"
-        remedy = remedy_of_writing(error, otherwise)
-        planned = stopped(planned, Problem(found, remedy, "output-directory", fatal=False))
-    if planned.obstacles:
-        run_lock.release(directory, f"node{planned.node}", launcher)
-    return planned
-
-
-def stopped(planned: Plan, obstacle: Problem) -> Plan:
-    return replace(planned, obstacles=[*planned.obstacles, obstacle])
-
-
-def choose_checkpoint(planned: Plan, *, agree: bool) -> Plan:
-    """The plan with the iteration of the checkpoint to resume from or evaluate. agree: with the other nodes."""
-    if planned.value("RESUME") == "0" and planned.value("EVAL_ONLY") == "0":
-        return planned
-    from t5bench.plan.resume import changes, checkpoint
-
-    evaluates = planned.value("EVAL_ONLY") == "1"
-    home = Path(planned.output_dir).parent if evaluates else Path(planned.output_dir)
-    try:
-        iteration = checkpoint(replace(planned, output_dir=str(home)), agree=agree)
-        found = changes(replace(planned, output_dir=str(home)), iteration)
-    except ValueError as error:
-        return stopped(planned, Problem(str(error), getattr(error, "remedy", ""), "resume", fatal=False))
-    doing = "evaluating" if evaluates else "resuming from"
-    told = f"{doing} the checkpoint of iteration {iteration}{found.told}"
-    if not iteration and not evaluates:
-        told = f"RESUME=1: there is no checkpoint in {planned.output_dir} yet, so this run begins with iteration 1"
-    changed_at = iteration if found.told else min(found.changed_at, iteration)
-    return replace(
-        planned,
-        resume_from=iteration,
-        changed_at=changed_at,
-        recipe_changed_at=found.recipe_changed_at,
-        trained_samples=found.trained_samples,
-        notes=[*planned.notes, told],
-    )
-
-
-def what_is_compiled(planned: Plan) -> str:
-    """What a run compiles with PyTorch's headers and libraries; "" if nothing."""
-    if "--compile" in planned.arguments.extra:
-        return "what --compile makes of the layers"
-    if planned.engine != "megatron":
-        return ""
-    if planned.device == "cuda":
-        return "the engine's kernels"
-    offloads = planned.ds_config and offload_device(planned.ds_config, "offload_optimizer") == "cpu"
-    return "DeepSpeed's cpu_adam" if offloads else ""
-
-
-def with_plain_engine(planned: Plan) -> Plan:
-    """The plan with an engine whose path compilers can read, where it compiles kernels: ninja expands a $ in it.
-
-    Raises OSError.
-    """
-    if planned.engine != "megatron" or planned.device != "cuda" or is_plain(planned.engine_directory):
-        return planned
-    link = str(plain_link(planned.engine_directory, name="engine"))
-    program = [word.replace(planned.engine_directory, link) for word in planned.program]
-    return replace(planned, program=program)
-
-
-def with_plain_paths(planned: Plan) -> Plan:
-    """The plan with paths that compilers can read: PyTorch and DeepSpeed quote none of theirs."""
-    try:
-        planned = replace(planned, environment={**planned.environment, **plain_caches(os.environ)})
-        planned = with_plain_engine(planned)
-        can_be_linked = Path(planned.python).is_relative_to(sys.prefix)
-        if what_is_compiled(planned) and (place := torch_elsewhere(can_be_linked=can_be_linked)):
-            found = (
-                f"{what_is_compiled(planned)} cannot be compiled, because compilers cannot read PyTorch's path: {place}"
-            )
-            remedy = "Use an environment with a PyTorch of its own, or one whose path has no blank, quote or accent"
-            return stopped(planned, Problem(found, remedy, "path-of-python", fatal=False))
-        if not needs_link() or not can_be_linked:
-            return planned
-        link = plain_link()
-    except OSError as error:
-        found = f"nothing can be compiled with the environment {sys.prefix}, because of its path: {error}"
-        remedy = "Create it where the path has only letters without accents, digits and .-_"
-        return stopped(planned, Problem(found, remedy, "path-of-python", fatal=False))
-    path = f"{link}/bin:{planned.environment.get('PATH') or os.environ.get('PATH', os.defpath)}"
-    told = f"Python is started through {link}: compilers could not read the path of {sys.prefix}"
-    python = str(link / Path(planned.python).relative_to(sys.prefix))
-    environment = {**planned.environment, "PATH": path}
-    return replace(planned, python=python, environment=environment, notes=[*planned.notes, told])
-
-
-def with_toolkit(planned: Plan) -> Plan:
-    """The plan with the variables with which CUDA's compiler finds all that it needs; asking it takes a second."""
-    if planned.device != "cuda":
-        return planned
-    from t5bench.plan.toolkit import completions
-
-    environment = {**os.environ, "PATH": path_of_programs(os.environ)}
-    return replace(planned, environment={**planned.environment, **completions(environment)})
-
-
-def with_forecast(planned: Plan, *, is_dry_run: bool) -> Plan:
-    if not is_dry_run and planned.device != "cuda":
-        return planned
-    from t5bench.plan.forecast import forecast
-
-    return replace(planned, notes=[*planned.notes, *forecast(planned, is_dry_run=is_dry_run)])
-
-
 def tell(planned: Plan, *, is_dry_run: bool) -> bool:
     """Prints notes and obstacles on standard error; returns whether to continue, which a dry run does on a machine that
     lacks something."""
@@ -223,26 +96,17 @@ def headline(planned: Plan) -> str:
 
 
 def launch(planned: Plan, launcher: int) -> int:
-    """Prepares the run and answers with the file of its command."""
-    if not planned.obstacles:
-        planned = with_plain_paths(planned)
-    if not planned.obstacles:
-        planned = begin(with_toolkit(planned), launcher)
-    if planned.layout:
-        planned = with_forecast(planned, is_dry_run=False)
+    """Prepares the run and answers with the file of its command. launcher: its process id."""
+    planned = prepared(planned, launcher)
     if not tell(planned, is_dry_run=False):
         return EXIT_CONFIGURATION
     note(headline(planned))
-    answer(f"{node_checks.command_file(planned)}\n")
+    answer(f"{command_file(planned)}\n")
     return 0
 
 
 def dry_run(planned: Plan, *, as_json: bool) -> int:
-    if planned.layout:
-        planned = with_plain_paths(planned)
-    is_readable = "output-directory" not in [obstacle.code for obstacle in planned.obstacles]
-    if planned.layout and is_readable:
-        planned = with_forecast(choose_checkpoint(with_toolkit(planned), agree=False), is_dry_run=True)
+    planned = previewed(planned)
     goes_on = tell(planned, is_dry_run=True)
     if as_json:
         content = {**planned.to_json(), "command": planned.command}
@@ -253,6 +117,8 @@ def dry_run(planned: Plan, *, as_json: bool) -> int:
 
 
 def launcher_help(strategy_line: str, *, shows_all: bool) -> int:
+    from t5bench.plan.help import full_help, short_help
+
     strategy = declaration(strategy_line)
     _, defaults = values_from(os.environ, strategy)
     if shows_all:
@@ -283,6 +149,13 @@ def script_settings(name: str, directory: str) -> int:
     return 0
 
 
+def script_help(name: str) -> int:
+    from t5bench.plan.help import help_lines
+
+    answer(visible(help_lines(SCRIPTS[name], script_defaults(name, os.environ)), "\n") + "\n")
+    return 0
+
+
 def tell_of_misspelt(script: str = "") -> None:
     """Once for all that a script starts."""
     if not os.environ.get(TOLD):
@@ -298,8 +171,7 @@ def main(words: Sequence[str]) -> int:
         case "script":
             return script_settings(subject, directory)
         case "script-help":
-            answer(visible(help_lines(SCRIPTS[subject], script_defaults(subject, os.environ)), "\n") + "\n")
-            return 0
+            return script_help(subject)
     separator = rest.index("--")
     tell_of_misspelt()
     planned = plan(os.environ, declaration(subject), rest[separator + 1 :], directory)

@@ -23,7 +23,7 @@ from typing import Annotated, Any, ClassVar
 import msgspec
 
 from t5bench import Problem, note
-from t5bench.plan.topology import is_loopback_name
+from t5bench.record.hosts import Host
 from t5bench.record.plan import Plan
 from t5bench.text import visible_in
 
@@ -137,7 +137,7 @@ class Endpoint:
         # Whoever meets at one port is meant to be one run: run/agreement.py compares what the nodes train.
         run = f"the run at port {port}"
         # One node alone listens too if others can reach it: they may take it for theirs.
-        may_be_met = plan.layout.nnodes > 1 or not is_loopback_name(plan.master_address)
+        may_be_met = plan.layout.nnodes > 1 or not Host.of(plan.master_address).names_itself
         secret = run_secret(os.environ) if may_be_met else b""
         return cls(plan.node, plan.layout.nnodes, plan.master_address, port, run, secret)
 

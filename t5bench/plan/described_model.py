@@ -19,6 +19,7 @@ from t5bench.costmodel.transformers_config import architecture_of
 from t5bench.given_files import read_text
 from t5bench.record.settings import DEFAULT_PRESET, MODEL_FAMILIES, TABLE, declarations_of
 from t5bench.text import guard_streams
+from t5bench.unread import never_wait
 
 REMEDY = "Give a config.json of Transformers, a directory that has one, or a published model's name"
 MOST_BYTES = 1 << 20
@@ -139,4 +140,5 @@ def main() -> int:
 
 if __name__ == "__main__":
     guard_streams()
+    never_wait("stderr")
     sys.exit(main())

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from t5bench import Problem
 from t5bench.costmodel.job import Architecture
+from t5bench.record.hosts import Hosts
 from t5bench.record.plan import Strategy
 from t5bench.record.settings import BY_NAME, RoleName
 
@@ -24,9 +25,7 @@ class Draft:
     """The settings' defaults by name."""
     extra: Sequence[str]
     """The engine arguments that the user gave after ``--``."""
-    hosts: Sequence[str]
-    """The nodes in rank order; empty if they are not known."""
-    master_address: str
+    hosts: Hosts
     node: str
     """This node's rank; empty until it is known."""
     obstacles: list[Problem] = field(default_factory=list)

@@ -7,8 +7,12 @@ import re
 import shutil
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib import util
 from pathlib import Path
+
+from t5bench import Problem
+from t5bench.record.plan import Plan
 
 # What compilers' and linkers' command lines take without quotes: PyTorch and DeepSpeed write none.
 _PLAIN = re.compile(r"[\w@%+=:,./-]+", re.ASCII)
@@ -108,3 +112,55 @@ def plain_caches(environ: Mapping[str, str]) -> dict[str, str]:
         if not is_plain(environ.get(name) or "/"):
             found[name] = str(plain_folder() / name.lower())
     return found
+
+
+# ---- a plan whose paths compilers can read ---------------------------------------------------------------------------
+
+
+def what_is_compiled(planned: Plan) -> str:
+    """What a run compiles with PyTorch's headers and libraries; "" if nothing."""
+    if "--compile" in planned.arguments.extra:
+        return "what --compile makes of the layers"
+    if planned.engine != "megatron":
+        return ""
+    if planned.device == "cuda":
+        return "the engine's kernels"
+    return "DeepSpeed's cpu_adam" if planned.offloads_optimizer else ""
+
+
+def with_plain_engine(planned: Plan) -> Plan:
+    """The plan with an engine whose path compilers can read, where it compiles kernels: ninja expands a $ in it.
+
+    Raises OSError.
+    """
+    if planned.engine != "megatron" or planned.device != "cuda" or is_plain(planned.engine_directory):
+        return planned
+    link = str(plain_link(planned.engine_directory, name="engine"))
+    program = [word.replace(planned.engine_directory, link) for word in planned.program]
+    return replace(planned, program=program)
+
+
+def with_plain_paths(planned: Plan) -> Plan:
+    """The plan with paths that compilers can read: PyTorch and DeepSpeed quote none of theirs."""
+    try:
+        planned = replace(planned, environment={**planned.environment, **plain_caches(os.environ)})
+        planned = with_plain_engine(planned)
+        can_be_linked = Path(planned.python).is_relative_to(sys.prefix)
+        if what_is_compiled(planned) and (place := torch_elsewhere(can_be_linked=can_be_linked)):
+            found = (
+                f"{what_is_compiled(planned)} cannot be compiled, because compilers cannot read PyTorch's path: {place}"
+            )
+            remedy = "Use an environment with a PyTorch of its own, or one whose path has no blank, quote or accent"
+            return planned.stopped_by(Problem(found, remedy, "path-of-python", fatal=False))
+        if not needs_link() or not can_be_linked:
+            return planned
+        link = plain_link()
+    except OSError as error:
+        found = f"nothing can be compiled with the environment {sys.prefix}, because of its path: {error}"
+        remedy = "Create it where the path has only letters without accents, digits and .-_"
+        return planned.stopped_by(Problem(found, remedy, "path-of-python", fatal=False))
+    path = f"{link}/bin:{planned.environment.get('PATH') or os.environ.get('PATH', os.defpath)}"
+    told = f"Python is started through {link}: compilers could not read the path of {sys.prefix}"
+    python = str(link / Path(planned.python).relative_to(sys.prefix))
+    environment = {**planned.environment, "PATH": path}
+    return replace(planned, python=python, environment=environment, notes=[*planned.notes, told])

@@ -3,7 +3,6 @@
 It imports nothing beyond the standard library: a launcher plans without packages, and quickly.
 """
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,20 +10,20 @@ from typing import Any
 
 from t5bench import Problem
 from t5bench.costmodel.layout import Layout
-from t5bench.plan import node_checks, topology, torchrun_command
+from t5bench.plan import node_checks, run_directory, topology
 from t5bench.plan.described_model import FOLLOWING, with_model
 from t5bench.plan.draft import Draft
 from t5bench.plan.engine import SERIES, check_engine, check_locks, check_packages, effective_config, offload_device
 from t5bench.plan.engine_arguments import check_arguments
-from t5bench.plan.environment import child_environment
 from t5bench.plan.families import check_family
-from t5bench.plan.interpreter import interpreter, path_of_programs
+from t5bench.plan.interpreter import path_of_programs
 from t5bench.plan.launchers import declared
 from t5bench.plan.layout import choose_processes, divide
 from t5bench.plan.settings import check_values, take_engine_arguments, values_from
 from t5bench.plan.toolkit import check_curand
+from t5bench.plan.torchrun_command import Choices, with_command
 from t5bench.record import wandb
-from t5bench.record.hosts import without_dot
+from t5bench.record.hosts import Hosts
 from t5bench.record.plan import Plan, Strategy, by_name
 
 
@@ -38,76 +37,11 @@ def plan(
     A plan that cannot run says why in its obstacles. Raises Problem if there is no such strategy.
     """
     draft = begin_draft(environ, strategy, argv, directory or str(Path.cwd()))
-    refused = _refusal(draft)
-    if refused:
-        return refused
-    ds_config = effective_config(draft)
-    device, per_node, gpus_shared = choose_processes(draft)
-    zero_stage = ds_config["zero_optimization"]["stage"] if ds_config else 0
-    layout = divide(draft, per_node, zero_stage)
-    if draft.is_refused or not layout:
-        return _refused(draft)
-    if draft.is_on("EVAL_ONLY"):  # its record has its own directory, so that the training's stays unchanged
-        draft.values["OUTPUT_DIR"] = str(Path(draft.value("OUTPUT_DIR")) / "evaluation")
-    if device == "cpu" or gpus_shared:
-        topology.check_own_name(draft)
-    topology.check_interfaces(draft, device)
-    last = layout.nnodes - 1
-    if int(draft.node) != last:
-        where = f" ({draft.hosts[last]})" if len(draft.hosts) > last else ""
-        draft.notes.append(f"iterations are printed on the last node: node {last}{where}")
-    patches, ledger = _check_software(draft, device, gpus_shared, ds_config, layout)
-    flash_attention = node_checks.choose_attention(draft, device)
-    tokenizer = node_checks.choose_tokenizer(draft)
-    data_prefix = node_checks.check_data(draft, tokenizer)
-    wandb_mode, wandb_config = _choose_wandb(draft)
-    choices = torchrun_command.Choices(
-        layout=layout,
-        device=device,
-        gpus_shared=gpus_shared,
-        data_prefix=data_prefix,
-        tokenizer=tokenizer,
-        tokenizer_type=node_checks.tokenizer_type(draft, data_prefix),
-        flash_attention=flash_attention,
-        engine_has_all_patches=patches == SERIES,
-        zero_stage=zero_stage if ds_config else None,
-        offloads_optimizer=bool(ds_config) and offload_device(ds_config, "offload_optimizer") == "cpu",
-        load=_checkpoints(draft),
-        wandb_mode=wandb_mode,
-        wandb_config=wandb_config,
-        threads=max(1, len(os.sched_getaffinity(0)) // layout.nproc_per_node),
-    )
-    added, removed = child_environment(draft, torchrun_command.environment(draft, choices))
-    if draft.is_refused:
-        return _refused(draft)
-    planned = Plan(
-        strategy=draft.strategy,
-        settings_by_role=draft.values_by_role,
-        chosen=draft.chosen,
-        obstacles=draft.obstacles,
-        notes=draft.notes,
-        node=int(draft.node),
-        hosts=draft.hosts,
-        master_address=draft.master_address,
-        engine=draft.value("ENGINE"),
-        engine_directory=draft.value("MEGATRON_DIR") if draft.value("ENGINE") == "megatron" else "",
-        engine_patches=patches,
-        device=device,
-        gpus_shared=gpus_shared,
-        data_prefix=data_prefix,
-        tokenizer=tokenizer,
-        output_dir=draft.value("OUTPUT_DIR"),
-        layout=layout,
-        ds_config=ds_config,
-        ledger=ledger,
-        environment=added,
-        removed_environment=removed,
-        python=interpreter(environ),
-        rendezvous=torchrun_command.rendezvous(draft, layout),
-        program=torchrun_command.program(draft),
-        arguments=torchrun_command.engine_arguments(draft, choices),
-    )
-    return replace(planned, obstacles=[*planned.obstacles, *node_checks.check_output_directory(planned)])
+    check_request(draft)
+    planned = None if draft.is_refused else on_this_machine(draft)
+    if not planned or draft.is_refused:
+        return refused(draft)
+    return replace(planned, obstacles=[*planned.obstacles, *run_directory.check(planned)])
 
 
 def begin_draft(environ: Mapping[str, str], strategy: Strategy | str, argv: Sequence[str], directory: str) -> Draft:
@@ -123,14 +57,15 @@ def begin_draft(environ: Mapping[str, str], strategy: Strategy | str, argv: Sequ
     values, defaults = values_from(environ, strategy)
     if values["MODEL"]:  # which says them
         defaults = defaults | {name: values[name] for name in FOLLOWING if name in values}
-    hosts = [without_dot(host) for host in values["HOSTS"].split()]
-    if not values["NNODES"]:
-        values["NNODES"] = str(len(hosts) or environ.get("SLURM_JOB_NUM_NODES") or 1)
-    master_address = without_dot(environ.get("MASTER_ADDR") or (hosts[0] if hosts else ""))
+    names = values["HOSTS"].split()
+    master = environ.get("MASTER_ADDR") or ""
     node = environ.get("NODE_RANK") or environ.get("SLURM_NODEID") or ""
+    if not values["NNODES"]:
+        values["NNODES"] = str(len(names) or environ.get("SLURM_JOB_NUM_NODES") or 1)
     if values["NNODES"] == "1":
-        master_address = master_address or "127.0.0.1"
         node = node or "0"
+        if not names:
+            master = master or "127.0.0.1"
     return Draft(
         strategy=strategy,
         environ=environ,
@@ -138,30 +73,72 @@ def begin_draft(environ: Mapping[str, str], strategy: Strategy | str, argv: Sequ
         values=values,
         defaults=defaults,
         extra=list(argv),
-        hosts=hosts,
-        master_address=master_address,
+        hosts=Hosts.of(names, master),
         node=node,
         obstacles=[wrong_model] if wrong_model else [],
     )
 
 
-def _refusal(draft: Draft) -> Plan | None:
-    """Checks the request as far as it does not depend on this machine's GPUs; a plan if it is refused."""
+def check_request(draft: Draft) -> None:
+    """Checks what was asked, as far as this machine's GPUs do not matter; completes it with this node's rank."""
     check_values(draft)
-    if draft.is_refused:
-        return _refused(draft)
-    take_engine_arguments(draft)
+    if not draft.is_refused:
+        take_engine_arguments(draft)
     if not draft.is_refused:
         topology.find_own_rank(draft)
-    if draft.is_refused:
-        return _refused(draft)
-    check_family(draft)
-    check_numbers(draft)
-    return None
+    if not draft.is_refused:
+        check_family(draft)
+        check_numbers(draft)
 
 
-def _refused(draft: Draft) -> Plan:
+def on_this_machine(draft: Draft) -> Plan | None:
+    """Divides the work, and looks for all that the run needs here; None if it cannot be divided."""
+    ds_config = effective_config(draft)
+    device, per_node, gpus_shared = choose_processes(draft)
+    layout = divide(draft, per_node, ds_config["zero_optimization"]["stage"] if ds_config else 0)
+    if draft.is_refused or not layout:
+        return None
+    if draft.is_on("EVAL_ONLY"):  # its record has its own directory, so that the training's stays unchanged
+        draft.values["OUTPUT_DIR"] = str(Path(draft.value("OUTPUT_DIR")) / "evaluation")
+    topology.check_network(draft, device, uses_gloo=device == "cpu" or gpus_shared)
+    tell_where_iterations_are_printed(draft, layout)
+    patches, ledger = check_software(draft, device, gpus_shared, ds_config, layout)
+    flash_attention = node_checks.choose_attention(draft, device)
+    tokenizer = node_checks.choose_tokenizer(draft)
+    data_prefix = node_checks.check_data(draft, tokenizer)
+    choices = Choices(flash_attention, node_checks.tokenizer_type(draft, data_prefix), choose_wandb(draft))
+    planned = Plan(
+        strategy=draft.strategy,
+        settings_by_role=draft.values_by_role,
+        chosen=draft.chosen,
+        obstacles=draft.obstacles,
+        node=int(draft.node),
+        hosts=draft.hosts.names,
+        master_address=draft.hosts.master.name,
+        engine=draft.value("ENGINE"),
+        engine_directory=draft.value("MEGATRON_DIR") if draft.value("ENGINE") == "megatron" else "",
+        engine_patches=patches,
+        device=device,
+        gpus_shared=gpus_shared,
+        data_prefix=data_prefix,
+        tokenizer=tokenizer,
+        output_dir=draft.value("OUTPUT_DIR"),
+        layout=layout,
+        ds_config=ds_config,
+        ledger=ledger,
+    )
+    return with_command(planned, draft, choices)
+
+
+def refused(draft: Draft) -> Plan:
     return Plan(draft.strategy, draft.values_by_role, draft.chosen, draft.obstacles, draft.notes)
+
+
+def tell_where_iterations_are_printed(draft: Draft, layout: Layout) -> None:
+    last = layout.nnodes - 1
+    if int(draft.node) != last:
+        where = f" ({draft.hosts.names[last]})" if len(draft.hosts.nodes) > last else ""
+        draft.notes.append(f"iterations are printed on the last node: node {last}{where}")
 
 
 def check_numbers(draft: Draft) -> None:
@@ -195,7 +172,7 @@ def check_numbers(draft: Draft) -> None:
         draft.notes.append(f"{silent}, so this run will log neither loss nor time. Set LOG_INTERVAL=1")
 
 
-def _check_software(
+def check_software(
     draft: Draft, device: str, gpus_shared: bool, ds_config: Mapping[str, Any] | None, layout: Layout
 ) -> tuple[str, str]:
     """The state of the engine's patches, and what the ledger says of DeepSpeed."""
@@ -214,24 +191,14 @@ def _check_software(
     return patches, ledger
 
 
-def _checkpoints(draft: Draft) -> str:
-    """The directory of the checkpoints that the run loads; empty for a new run."""
-    directory = Path(draft.value("OUTPUT_DIR"))
-    if draft.is_on("EVAL_ONLY"):
-        return str(directory.parent / "checkpoints")
-    return str(directory / "checkpoints") if draft.is_on("RESUME") else ""
-
-
-def _choose_wandb(draft: Draft) -> tuple[str, str]:
-    """W&B's mode, and the file from which it reads the run's configuration; a W&B sweep's agent has its own file."""
+def choose_wandb(draft: Draft) -> str:
+    """W&B's mode."""
     try:
         mode = wandb.mode(draft.environ, draft.value("WANDB_MODE"))
     except Problem as problem:
         draft.refuse("setting-value", str(problem), problem.remedy)
-        return "disabled", ""
-    output_dir = Path(draft.value("OUTPUT_DIR"))
+        return "disabled"
     if mode == "offline" and not draft.value("WANDB_MODE"):
-        runs = f"'{output_dir}'/wandb/offline-run-*"
+        runs = f"'{draft.value('OUTPUT_DIR')}'/wandb/offline-run-*"
         draft.notes.append(f"W&B: no WANDB_API_KEY, logging offline; upload later with: wandb sync {runs}")
-    has_file = mode != "disabled" and not draft.environ.get("WANDB_SWEEP_PARAM_PATH")
-    return mode, str(output_dir / f"node{draft.node}.wandb.yaml") if has_file else ""
+    return mode

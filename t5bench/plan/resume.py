@@ -5,6 +5,7 @@ import shlex
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -55,6 +56,31 @@ LEAVE_SECONDS = 10.0
 BEGIN_OR_END = {"--finetune", "--load", "--exit-interval", "--exit-duration-in-mins"}
 DECAY = "LR_DECAY_ITERS"
 DECAY_ARGUMENT = "--lr-decay-iters"  # compared as the setting
+
+
+def resumed(planned: Plan, *, agree: bool) -> Plan:
+    """The plan with the iteration of the checkpoint to resume from or evaluate. agree: with the other nodes."""
+    evaluates = planned.value("EVAL_ONLY") == "1"
+    home = Path(planned.output_dir).parent if evaluates else Path(planned.output_dir)
+    try:
+        iteration = checkpoint(replace(planned, output_dir=str(home)), agree=agree)
+        found = changes(replace(planned, output_dir=str(home)), iteration)
+    except ValueError as error:
+        remedy = getattr(error, "remedy", "")
+        return planned.stopped_by(Problem(str(error), remedy, "resume", fatal=False))
+    doing = "evaluating" if evaluates else "resuming from"
+    told = f"{doing} the checkpoint of iteration {iteration}{found.told}"
+    if not iteration and not evaluates:
+        told = f"RESUME=1: there is no checkpoint in {planned.output_dir} yet, so this run begins with iteration 1"
+    changed_at = iteration if found.told else min(found.changed_at, iteration)
+    return replace(
+        planned,
+        resume_from=iteration,
+        changed_at=changed_at,
+        recipe_changed_at=found.recipe_changed_at,
+        trained_samples=found.trained_samples,
+        notes=[*planned.notes, told],
+    )
 
 
 def checkpoint(plan: Plan, *, agree: bool) -> int:

@@ -20,9 +20,9 @@ from pathlib import Path
 
 from t5bench import Problem
 from t5bench.plan import shared_facts
-from t5bench.plan.topology import same_host
 from t5bench.record import files
 from t5bench.record.files import write_whole
+from t5bench.record.hosts import Host
 
 TOUCH_SECONDS = 10.0
 # A holder on another host counts as gone if it has not touched its claim for this long, by the file server's clock.
@@ -102,7 +102,8 @@ def check_run(directory: Path, run: Mapping[str, str], now: float | None = None)
         raise _in_progress(directory, live[0])
     theirs = dict(holder.run)
     ours = dict(run)
-    if same_host(theirs.get(MASTER, ""), ours.get(MASTER, "")):  # perhaps under another name
+    their_master = Host.of(theirs.get(MASTER, ""))
+    if their_master.is_same_as(Host.of(ours.get(MASTER, ""))):  # perhaps under another name
         theirs.pop(MASTER, None)
         ours.pop(MASTER, None)
     different = shared_facts.difference(theirs, "there", ours, "here")

@@ -4,215 +4,156 @@ environment and SLURM."""
 import re
 import socket
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 
 from t5bench import Problem
 from t5bench.plan.draft import Draft
 from t5bench.plan.ports import is_taken
-from t5bench.record.hosts import (
-    addresses_of,
-    checked,
-    interfaces,
-    is_loopback,
-    is_nobody,
-    is_own,
-    is_without_zone,
-    own_name_fault,
-    without_dot,
-)
+from t5bench.record.host_names import check_list, checked
+from t5bench.record.hosts import Host, double, interfaces, is_loopback, own_name_fault
 
 Fault = tuple[str, str, str]  # code, what was found, what to do
 REACHED_BY = "Use the name or address by which the other nodes reach it: hostname -I lists its addresses"
 
 
-def same_name(one: str, other: str) -> bool:
-    """Whether two names may be one host: a cluster's short and long names differ only after the first dot."""
-    one, other = without_dot(one).lower(), without_dot(other).lower()
-    is_address = re.fullmatch("[0-9.:]+", one + other)
-    return one == other or (not is_address and one.partition(".")[0] == other.partition(".")[0])
-
-
-def _is_same_name(one: str, other: str) -> bool:
-    """Whether two names are surely of one host: they are equal, or one is the beginning of the other."""
-    shorter, longer = sorted((without_dot(one).lower(), without_dot(other).lower()), key=len)
-    return shorter == longer or (longer.startswith(f"{shorter}.") and not _is_address(longer))
-
-
-def same_host(one: str, other: str) -> bool:
-    """Compares the names before it asks any resolver."""
-    return same_name(one, other) or bool({*addresses_of(one)} & {*addresses_of(other)})
-
-
-def is_loopback_name(host: str) -> bool:
-    return without_dot(host).lower() in ("localhost", "localhost.localdomain") or is_loopback(host)
-
-
-def is_this_host(host: str) -> bool:
-    """Compares the names before it asks any resolver."""
-    if same_name(host, socket.gethostname()) or is_loopback_name(host):
-        return True
-    return any(map(is_own, _beyond(addresses_of(host))))
-
-
-def _leads_elsewhere(addresses: Sequence[str]) -> bool:
-    """Whether these are addresses of other machines alone."""
-    return bool(addresses) and not any(is_loopback(address) or is_own(address) for address in addresses)
-
-
-def _beyond(addresses: Sequence[str]) -> list[str]:
-    """Those that lead beyond this machine."""
-    return [address for address in addresses if not is_loopback(address)]
-
-
-def double(hosts: Sequence[str], *, resolves: bool) -> str:
-    """Which node is named more than once, in one clause; empty if none is. Several loopback addresses may stand for
-    several nodes, in a rehearsal on one machine.
-
-    resolves: compares what all names resolve to. Otherwise none is looked up unless some are addresses.
-    """
-    names = [without_dot(host) for host in hosts]
-    alike: dict[str, list[str]] = {}
-    for host in names:
-        earlier_ones = alike.setdefault(host if _is_address(host) else host.lower().partition(".")[0], [])
-        for earlier in earlier_ones:
-            if _is_same_name(earlier, host):
-                return f"a node is named more than once: {earlier} and {host}"
-        earlier_ones.append(host)
-    if not resolves and len({_is_address(host) for host in names}) < 2:
-        return ""
-    first: dict[str, str] = {}
-    for host in names:
-        for address in addresses_of(host):
-            earlier = first.setdefault(address, host)
-            if earlier != host and not is_loopback(address):
-                return f"{earlier} and {host} are the same node, {address}"
-    return ""
-
-
-def _is_address(host: str) -> bool:
-    return ":" in host or bool(re.fullmatch("[0-9.]+", host))
-
-
 def find_own_rank(draft: Draft) -> None:
     """Completes the draft with this node's rank, inferred if it was not given, and checks the nodes."""
     hosts = draft.hosts
+    master = hosts.master
     try:
-        for host in (*hosts, draft.master_address or "none"):
-            checked(host)
+        check_list(hosts.names)
+        checked(master.name or "none")
     except Problem as problem:
         draft.refuse("host-name", str(problem), problem.remedy)
         return
-    if not draft.node:
-        own_ranks = (rank for rank, host in enumerate(hosts) if is_this_host(host) and hosts.count(host) == 1)
-        draft.node = str(next(own_ranks, ""))
+    draft.node = draft.node or hosts.own_rank()
     mistake = next(_mistakes(draft), None)
     if mistake:
         draft.refuse(*mistake)
         return
     for fault in _lacks(draft):
         draft.lack(*fault)
-    if draft.number("NNODES") > 1 and is_loopback_name(draft.master_address):
-        loop = f"warning: the master {draft.master_address} is this machine itself"
-        draft.notes.append(f"{loop}: nodes on other machines do not reach it.")
-    elif draft.number("NNODES") > 1 and draft.master_address.startswith(("169.254.", "fe80:")):
-        link = f"warning: the master {draft.master_address} is a link-local address"
-        draft.notes.append(f"{link}: only nodes on the same cable or switch reach it.")
-    if draft.number("NNODES") > 1 and draft.node == "0" and _leads_elsewhere(addresses_of(draft.master_address)):
-        found = f"the master {draft.master_address} is not an address of {socket.gethostname()}, but this is node 0"
-        draft.notes.append(f"warning: {found}. Is the node rank right?")
-    if draft.number("NNODES") > len(hosts) > 0:
-        known = f"HOSTS names {len(hosts)} of the {draft.value('NNODES')} nodes"
-        draft.notes.append(f"{known}: the others are not checked against their rank.")
+    draft.notes += _doubts(draft)
+
+
+def _doubts(draft: Draft) -> Iterator[str]:
+    """What may be meant as it is."""
+    master = draft.hosts.master
+    nodes = draft.number("NNODES")
+    named = len(draft.hosts.nodes)
+    if nodes > 1 and master.names_itself:
+        yield f"warning: the master {master.name} is this machine itself: nodes on other machines do not reach it."
+    elif nodes > 1 and master.is_on_the_link:
+        link = f"warning: the master {master.name} is a link-local address"
+        yield f"{link}: only nodes on the same cable or switch reach it."
+    if nodes > 1 and draft.node == "0" and master.is_elsewhere:
+        found = f"the master {master.name} is not an address of {socket.gethostname()}, but this is node 0"
+        yield f"warning: {found}. Is the node rank right?"
+    if nodes > named > 0:
+        yield f"HOSTS names {named} of the {nodes} nodes: the others are not checked against their rank."
 
 
 def _mistakes(draft: Draft) -> Iterator[Fault]:
     """What is wrong with the nodes as requested; later faults are often consequences of the first."""
     hosts = draft.hosts
-    master = draft.master_address
+    master = hosts.master
     rank = draft.node
     nodes = draft.number("NNODES")
     task = draft.environ.get("SLURM_LOCALID", "0")
     launcher = f"bash scripts/run_megatron_t5_{draft.strategy.name}.sh"
     usage = f"Usage: {launcher} [master-host] [node-rank]"
-    if not master:
+    if not master.name:
         remedy = 'Name it as the first argument, or export HOSTS="node0 node1 ..." in rank order'
         yield "no-master", f"NNODES is {nodes} but no master host is known", remedy
-    if master.isdecimal():
+    if master.name.isdecimal():
         remedy = f"{usage}; is the variable with the host name set?"
-        yield "master-is-a-number", f"the first argument must be the master's host name, found '{master}'", remedy
+        found = f"the first argument must be the master's host name, found '{master.name}'"
+        yield "master-is-a-number", found, remedy
     if task != "0" and rank == draft.environ.get("SLURM_NODEID"):
         remedy = "One launcher starts all processes of its node: use srun --ntasks-per-node=1"
         yield "tasks-per-node", f"srun started more than one launcher on this node (SLURM_LOCALID={task})", remedy
-    for host in dict.fromkeys([master, *hosts]):
-        addresses = addresses_of(host) if _is_address(host) else []
-        if any(map(is_nobody, addresses)):
-            yield "not-a-host", f"{host} is an address to listen on, not the address of a node", REACHED_BY
-        if is_without_zone(host):
-            found = f"{host} is a link-local address, which leads nowhere without an interface"
-            yield "not-a-host", found, f"{REACHED_BY}, or add the interface: {host}%eth0"
-    named_twice = double(hosts, resolves=False)
+    for host in (master, *hosts.nodes):
+        if host.is_nobody:
+            yield "not-a-host", f"{host.name} is an address to listen on, not the address of a node", REACHED_BY
+        if host.lacks_zone:
+            found = f"{host.name} is a link-local address, which leads nowhere without an interface"
+            yield "not-a-host", found, f"{REACHED_BY}, or add the interface: {host.name}%eth0"
+    named_twice = double(hosts.nodes, resolves=False)
     if named_twice:
         remedy = "Name each node once in HOSTS; NPROC_PER_NODE sets the number of processes on it"
         yield "host-twice", named_twice, remedy
     if not rank:
-        found = f"Unable to infer NODE_RANK: this host is {socket.gethostname()}, and HOSTS is '{' '.join(hosts)}'"
-        yield "no-node-rank", found, f"Pass it explicitly: {launcher} {master} 0 on node 0, ... 1 on node 1"
+        found = (
+            f"Unable to infer NODE_RANK: this host is {socket.gethostname()}, and HOSTS is '{' '.join(hosts.names)}'"
+        )
+        yield "no-node-rank", found, f"Pass it explicitly: {launcher} {master.name} 0 on node 0, ... 1 on node 1"
     if not re.fullmatch("0|[1-9][0-9]{0,8}", rank):
         yield "node-rank", f"the node rank must be a whole number, found '{rank}'", usage
     if int(rank) >= nodes:
         remedy = f"Ranks run from 0 to {nodes - 1}; NNODES or HOSTS set the number of nodes"
         yield "node-rank", f"the node rank is {rank} but there are {nodes} nodes", remedy
-    first = hosts[0] if hosts and nodes > 1 else master
-    if not same_host(master, first) and not _may_be_another_address(master, hosts, is_first=rank == "0"):
-        remedy = f"Rank 0 runs on the master: name {first} as the master, or put {master} first in HOSTS"
-        yield "master-is-not-first", f"the master host is {master} but HOSTS begins with {first}", remedy
+    if nodes > 1 and hosts.nodes and not _may_be_the_first(draft):
+        first = hosts.names[0]
+        remedy = f"Rank 0 runs on the master: name {first} as the master, or put {master.name} first in HOSTS"
+        yield "master-is-not-first", f"the master host is {master.name} but HOSTS begins with {first}", remedy
 
 
-def _may_be_another_address(master: str, hosts: Sequence[str], *, is_first: bool) -> bool:
-    """Whether a master that is not the first of the hosts by name may be that host in another network.
+def _may_be_the_first(draft: Draft) -> bool:
+    """Whether the master may be the first of the hosts, perhaps by its name in another network.
 
     The first node knows its addresses; the others, that it is none of themselves.
     """
-    if any(same_host(master, host) for host in hosts[1:]):
+    first, *others = draft.hosts.nodes
+    master = draft.hosts.master
+    if master.is_same_as(first):
+        return True
+    if any(master.is_same_as(other) for other in others):
         return False
-    if is_first:
-        return is_this_host(master) and is_this_host(hosts[0])
-    return bool(addresses_of(master)) and not is_this_host(master)
+    if draft.node == "0":
+        return master.is_here and first.is_here
+    return bool(master.addresses) and not master.is_here
 
 
 def _lacks(draft: Draft) -> Iterator[Fault]:
     """Why this node cannot meet the others."""
-    hosts = draft.hosts
-    master = draft.master_address
+    nodes = draft.hosts.nodes
+    master = draft.hosts.master
     rank = int(draft.node)
     here = socket.gethostname()
     port = draft.number("MASTER_PORT")
-    addresses = addresses_of(master)
-    # Where a loopback address leads each node to itself; on the master this may be right for its own name.
-    is_loop = addresses and all(map(is_loopback, addresses)) and (is_loopback_name(master) or not is_this_host(master))
-    if rank < len(hosts) and not is_this_host(hosts[rank]):
-        remedy = f"Start rank {rank} on {hosts[rank]}, or correct HOSTS ('{' '.join(hosts)}')"
-        yield "rank-of-another-host", f"rank {rank} belongs to {hosts[rank]} in HOSTS, but this is {here}", remedy
-    elif is_loop and not all(map(is_loopback_name, hosts)):
-        found = f"the master '{master}' is {addresses[0]} on {here}, where every node finds only itself"
+    # On the master this may be right for its own name.
+    is_loop = master.is_loop and (master.names_itself or not master.is_here)
+    if rank < len(nodes) and not nodes[rank].is_here:
+        remedy = f"Start rank {rank} on {nodes[rank].name}, or correct HOSTS ('{' '.join(draft.hosts.names)}')"
+        found = f"rank {rank} belongs to {nodes[rank].name} in HOSTS, but this is {here}"
+        yield "rank-of-another-host", found, remedy
+    elif is_loop and not all(node.names_itself for node in nodes):
+        found = f"the master '{master.name}' is {master.addresses[0]} on {here}, where every node finds only itself"
         remedy = "In HOSTS, give it the name or address by which the other nodes reach it; /etc/hosts may be wrong"
         yield "loopback-master", found, remedy
-    elif rank > 0 and not is_loop and (_is_same_name(master, here) or any(map(is_own, _beyond(addresses)))):
-        remedy = f"Name node 0 as the master on every node; {master} is right only if this is node 0"
-        yield "own-master", f"the master {master} is this host, {here}, but this is node {rank}", remedy
-    elif draft.number("NNODES") == 1 and _leads_elsewhere(addresses):
-        found = f"the master {master} is not an address of {here}, which is the only node"
+    elif rank > 0 and not is_loop and (master.surely_is(Host.of(here)) or master.has_own_address):
+        remedy = f"Name node 0 as the master on every node; {master.name} is right only if this is node 0"
+        yield "own-master", f"the master {master.name} is this host, {here}, but this is node {rank}", remedy
+    elif draft.number("NNODES") == 1 and master.is_elsewhere:
+        found = f"the master {master.name} is not an address of {here}, which is the only node"
         yield "foreign-master", found, "Name localhost, or all nodes: HOSTS='node0 node1', or NNODES"
-    if not addresses:
+    if not master.addresses:
         remedy = "Check the spelling, or use the address that 'getent hosts' prints on the master"
-        yield "unknown-master", f"the master host name '{master}' does not resolve on {here}", remedy
+        yield "unknown-master", f"the master host name '{master.name}' does not resolve on {here}", remedy
     if rank == 0 and is_taken(port):
         remedy = "Choose another on every node: MASTER_PORT=29900"
         yield "port-taken", f"port {port} is already in use on this node", remedy
     if not find_spec("torch"):
         remedy = "Activate the environment that has it, or set PYTHON to that environment's interpreter"
         yield "no-torch", f"torch is not installed for {sys.executable}", remedy
+
+
+def check_network(draft: Draft, device: str, *, uses_gloo: bool) -> None:
+    """Checks what the collectives will use of this node's network. uses_gloo: whether they are not NCCL's."""
+    if uses_gloo:
+        check_own_name(draft)
+    check_interfaces(draft, device)
 
 
 def check_interfaces(draft: Draft, device: str) -> None:
@@ -246,8 +187,7 @@ def _nccl_takes(names: str) -> Callable[[str], bool]:
 
 def check_own_name(draft: Draft) -> None:
     """Checks the address that gloo gives the other nodes: what this node's own name resolves to. NCCL needs none."""
-    if draft.number("NNODES") > 1 and not is_loopback(draft.master_address):
-        own = socket.gethostname()
-        found, remedy = own_name_fault(own, addresses_of(own))
+    if draft.number("NNODES") > 1 and not is_loopback(draft.hosts.master.name):
+        found, remedy = own_name_fault(Host(socket.gethostname()))
         if found:
             draft.lack("own-name", found.replace(" there,", " here,"), remedy)

@@ -3,7 +3,8 @@
 This is the one place where the command is built. Each of the engine's arguments can be held against its ``--help``.
 """
 
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from t5bench import REPOSITORY
@@ -11,9 +12,11 @@ from t5bench.corpus.index import SPLIT
 from t5bench.costmodel.layout import Layout
 from t5bench.costmodel.schedule import INTERLEAVED, ONE_F_ONE_B
 from t5bench.plan.draft import Draft
+from t5bench.plan.engine import SERIES
+from t5bench.plan.environment import child_environment
 from t5bench.plan.families import family_of
-from t5bench.plan.interpreter import path_of_programs
-from t5bench.record.plan import Arguments
+from t5bench.plan.interpreter import interpreter, path_of_programs
+from t5bench.record.plan import Arguments, Plan
 from t5bench.record.settings import BY_NAME
 
 # The same in every run; arguments after -- win over these.
@@ -31,27 +34,32 @@ INITIAL_LOSS_SCALE = "65536"
 
 @dataclass(frozen=True)
 class Choices:
-    """What planning has decided beyond the settings, and the command needs."""
+    """What planning has decided for the command alone; everything else is in the plan."""
 
-    layout: Layout
-    device: str
-    gpus_shared: bool
-    data_prefix: str
-    tokenizer: str
+    flash_attention: bool
     tokenizer_type: str
     """The engine's name for it."""
-    flash_attention: bool
-    engine_has_all_patches: bool
-    zero_stage: int | None
-    """None without DeepSpeed."""
-    offloads_optimizer: bool
-    load: str
-    """The directory of the checkpoints to load; empty if none is loaded."""
     wandb_mode: str
-    wandb_config: str
-    """The file from which W&B reads the run's configuration; empty if it reads none of ours."""
-    threads: int
-    """OMP_NUM_THREADS of a process on a CPU."""
+
+
+def with_command(planned: Plan, draft: Draft, choices: Choices) -> Plan:
+    """The plan with its command, which a plan of a draft with these choices lacks."""
+    added, removed = child_environment(draft, environment(draft, planned, choices))
+    return replace(
+        planned,
+        notes=draft.notes,
+        environment=added,
+        removed_environment=removed,
+        python=interpreter(draft.environ),
+        rendezvous=rendezvous(draft, planned),
+        program=program(draft),
+        arguments=Arguments(
+            settings=setting_arguments(draft),
+            fixed=fixed_arguments(draft),
+            own=own_arguments(draft, planned, choices),
+            extra=draft.extra,
+        ),
+    )
 
 
 def setting_arguments(draft: Draft) -> list[str]:
@@ -79,10 +87,11 @@ def fixed_arguments(draft: Draft) -> list[str]:
     return [*FIXED_ARGUMENTS, *tokenizer, *FIXED_LAST]
 
 
-def own_arguments(draft: Draft, choices: Choices) -> list[str]:
+def own_arguments(draft: Draft, planned: Plan, choices: Choices) -> list[str]:
     """The engine arguments that the strategy, the machine and the run's place decide."""
     value = draft.value
-    layout = choices.layout
+    layout = planned.layout
+    assert layout
     output_dir = Path(value("OUTPUT_DIR"))
     longest = max(draft.number(name) for name in family_of(draft).lengths)
     model = draft.model
@@ -92,35 +101,36 @@ def own_arguments(draft: Draft, choices: Choices) -> list[str]:
         *("--max-position-embeddings", str(model.position_rows if model else longest)),
         # The engine multiplies the vocabulary's multiple by the tensor-parallel size.
         *("--make-vocab-size-divisible-by", str(draft.number("VOCABULARY_MULTIPLE") // layout.tp)),
-        *("--data-path", choices.data_prefix),
-        *tokenizer_arguments(draft, choices),
+        *("--data-path", planned.data_prefix),
+        *tokenizer_arguments(draft, planned.tokenizer, choices.tokenizer_type),
         *("--tensorboard-dir", str(output_dir / "tensorboard")),
         *("--tensorboard-log-interval", value("LOG_INTERVAL")),
     ]
     if layout.split_rank is not None:
         words += ["--pipeline-model-parallel-split-rank", str(layout.split_rank)]
-    words += device_arguments(draft, choices)
+    words += device_arguments(draft, planned)
     if value("PRECISION_FLAG") == "--fp16":
         words += ["--initial-loss-scale", INITIAL_LOSS_SCALE]
     if choices.flash_attention:
         words += ["--use-flash-attn-v2"]
-    if choices.engine_has_all_patches:
+    if planned.engine_patches == SERIES:
         words += ["--layout-independent-init"]
     words += wandb_arguments(draft, choices)
-    words += checkpoint_arguments(draft, choices)
-    return [*words, *method_arguments(draft, choices)]
+    words += checkpoint_arguments(draft)
+    return [*words, *method_arguments(draft, planned)]
 
 
-def method_arguments(draft: Draft, choices: Choices) -> list[str]:
+def method_arguments(draft: Draft, planned: Plan) -> list[str]:
     """The engine arguments that follow from the strategy and its settings alone, on any machine."""
     value = draft.value
-    layout = choices.layout
+    layout = planned.layout
+    assert layout
     words = recomputation_arguments(draft)
     if value("RAMPUP_BATCH_SIZE"):
         words += ["--rampup-batch-size", *value("RAMPUP_BATCH_SIZE").split()]
     if draft.is_on("SEQUENCE_PARALLEL") and layout.tp > 1:
         words += ["--sequence-parallel"]
-    words += zero_arguments(draft, choices)
+    words += zero_arguments(draft, planned)
     words += schedule_arguments(draft, layout)
     return [*words, *draft.strategy.flags, *fsdp2_arguments(draft)]
 
@@ -135,17 +145,17 @@ def wandb_arguments(draft: Draft, choices: Choices) -> list[str]:
     ]
 
 
-def checkpoint_arguments(draft: Draft, choices: Choices) -> list[str]:
-    """What is saved and loaded, and whether the run only evaluates."""
+def checkpoint_arguments(draft: Draft) -> list[str]:
+    """What is saved and loaded, and whether the run only evaluates; then its directory is inside the training's."""
+    output_dir = Path(draft.value("OUTPUT_DIR"))
+    if draft.is_on("EVAL_ONLY"):
+        return ["--load", str(output_dir.parent / "checkpoints"), "--skip-train"]
+    checkpoints = str(output_dir / "checkpoints")
     words: list[str] = []
-    only_evaluates = draft.is_on("EVAL_ONLY")
-    if draft.number("SAVE_INTERVAL") and not only_evaluates:
-        words += ["--save", str(Path(draft.value("OUTPUT_DIR")) / "checkpoints")]
-        words += ["--save-interval", draft.value("SAVE_INTERVAL")]
-    if choices.load:
-        words += ["--load", choices.load]
-    if only_evaluates:
-        words += ["--skip-train"]
+    if draft.number("SAVE_INTERVAL"):
+        words += ["--save", checkpoints, "--save-interval", draft.value("SAVE_INTERVAL")]
+    if draft.is_on("RESUME"):
+        words += ["--load", checkpoints]
     return words
 
 
@@ -159,17 +169,18 @@ def recomputation_arguments(draft: Draft) -> list[str]:
     return words
 
 
-def zero_arguments(draft: Draft, choices: Choices) -> list[str]:
-    if choices.zero_stage is None:
+def zero_arguments(draft: Draft, planned: Plan) -> list[str]:
+    if not planned.ds_config:
         return []
+    assert planned.layout
     words = ["--deepspeed", "--deepspeed_config", str(Path(draft.value("OUTPUT_DIR")) / "ds_config.json")]
-    words += ["--zero-stage", str(choices.zero_stage)]
-    if choices.layout.pp == 1:
+    words += ["--zero-stage", str(planned.zero_stage)]
+    if planned.layout.pp == 1:
         # DeepSpeed's pipeline engine is not Megatron's; without pipeline stages ZeRO must not use it.
         words += ["--no-pipeline-parallel"]
-    if choices.offloads_optimizer:
+    if planned.offloads_optimizer:
         words += ["--cpu-optimizer"]
-    if draft.is_on("ZERO_REDUCE_ONCE") and choices.zero_stage > 1:
+    if draft.is_on("ZERO_REDUCE_ONCE") and planned.zero_stage > 1:
         words += ["--zero-reduce-once"]
     return words
 
@@ -200,44 +211,37 @@ def fsdp2_arguments(draft: Draft) -> list[str]:
     return words
 
 
-def tokenizer_arguments(draft: Draft, choices: Choices) -> list[str]:
+def tokenizer_arguments(draft: Draft, tokenizer: str, tokenizer_type: str) -> list[str]:
     if family_of(draft).has_encoder:
-        return ["--tokenizer-model", choices.tokenizer]
-    kind = ["--tokenizer-type", choices.tokenizer_type]
-    if choices.tokenizer_type != "GPT2BPETokenizer":
-        return [*kind, "--tokenizer-model", choices.tokenizer]
-    files = Path(choices.tokenizer)
+        return ["--tokenizer-model", tokenizer]
+    kind = ["--tokenizer-type", tokenizer_type]
+    if tokenizer_type != "GPT2BPETokenizer":
+        return [*kind, "--tokenizer-model", tokenizer]
+    files = Path(tokenizer)
     return [*kind, "--vocab-file", str(files / "vocab.json"), "--merge-file", str(files / "merges.txt")]
 
 
-def device_arguments(draft: Draft, choices: Choices) -> list[str]:
-    if choices.gpus_shared:
+def device_arguments(draft: Draft, planned: Plan) -> list[str]:
+    if planned.gpus_shared:
         shares = ["--share-gpus"] if draft.value("ENGINE") == "native" else []
         return ["--distributed-backend", "gloo", *shares]
-    if choices.device == "cuda":
+    if planned.device == "cuda":
         return ["--distributed-backend", "nccl"]
     # The fused kernels are CUDA's.
     fusions = ["--no-masked-softmax-fusion", "--no-bias-gelu-fusion", "--no-bias-dropout-fusion"]
     return ["--distributed-backend", "gloo", *fusions]
 
 
-def engine_arguments(draft: Draft, choices: Choices) -> Arguments:
-    return Arguments(
-        settings=setting_arguments(draft),
-        fixed=fixed_arguments(draft),
-        own=own_arguments(draft, choices),
-        extra=draft.extra,
-    )
-
-
-def rendezvous(draft: Draft, layout: Layout) -> list[str]:
+def rendezvous(draft: Draft, planned: Plan) -> list[str]:
     """torchrun's own arguments. The static rendezvous: with c10d torchrun ignores --node_rank, and the encoder would
     not be on node 0."""
+    layout = planned.layout
+    assert layout
     return [
         *("--nnodes", str(layout.nnodes)),
         *("--nproc_per_node", str(layout.nproc_per_node)),
         *("--node_rank", draft.node),
-        *("--master_addr", draft.master_address),
+        *("--master_addr", planned.master_address),
         *("--master_port", draft.value("MASTER_PORT")),
         *("--rdzv_conf", f"timeout={draft.value('RENDEZVOUS_TIMEOUT')}"),
     ]
@@ -250,7 +254,7 @@ def program(draft: Draft) -> list[str]:
     return [str(REPOSITORY / "t5bench" / "run" / "worker.py"), str(stacks), str(home / family_of(draft).program)]
 
 
-def environment(draft: Draft, choices: Choices) -> dict[str, str]:
+def environment(draft: Draft, planned: Plan, choices: Choices) -> dict[str, str]:
     """What torchrun and the engine get besides the user's environment."""
     output_dir = Path(draft.value("OUTPUT_DIR"))
     # The engines and the programs of this repository import its packages from here, not from another checkout.
@@ -269,14 +273,18 @@ def environment(draft: Draft, choices: Choices) -> dict[str, str]:
     variables["PYTHONPATH"] = ":".join(paths)
     variables["WANDB_MODE"] = choices.wandb_mode
     variables["WANDB_JOB_TYPE"] = draft.environ.get("WANDB_JOB_TYPE") or "train"
-    if choices.wandb_config:
-        # The recorder writes it while torch is loading; see t5bench/run/recorder.py.
-        variables["WANDB_SWEEP_PARAM_PATH"] = choices.wandb_config
+    # From this file W&B reads the run's configuration; the recorder writes it while torch is loading. A W&B sweep's
+    # agent has its own.
+    if choices.wandb_mode != "disabled" and not draft.environ.get("WANDB_SWEEP_PARAM_PATH"):
+        variables["WANDB_SWEEP_PARAM_PATH"] = str(output_dir / f"node{draft.node}.wandb.yaml")
     if draft.number("PROFILE_ITERATION"):
         variables["T5_PROFILE"] = f"{draft.value('PROFILE_ITERATION')}:{output_dir / 'profile.json'}"
-    if choices.device == "cpu":
+    if planned.device == "cpu":
+        assert planned.layout
+        processes = planned.layout.nproc_per_node
+        threads = max(1, len(os.sched_getaffinity(0)) // processes)
         variables["CUDA_VISIBLE_DEVICES"] = ""
         variables["DS_ACCELERATOR"] = "cpu"
-        variables["LOCAL_SIZE"] = str(choices.layout.nproc_per_node)
-        variables["OMP_NUM_THREADS"] = draft.environ.get("OMP_NUM_THREADS") or str(choices.threads)
+        variables["LOCAL_SIZE"] = str(processes)
+        variables["OMP_NUM_THREADS"] = draft.environ.get("OMP_NUM_THREADS") or str(threads)
     return variables

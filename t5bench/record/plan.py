@@ -171,6 +171,10 @@ class Plan:
                 settings[name] = Setting(role, value, name not in chosen)
         return settings
 
+    def stopped_by(self, obstacle: Problem) -> "Plan":
+        """This plan with one more obstacle."""
+        return replace(self, obstacles=[*self.obstacles, obstacle])
+
     @property
     def command(self) -> list[str]:
         """The command as the launcher runs it; empty for a refused plan."""
@@ -214,6 +218,12 @@ class Plan:
     def zero_stage(self) -> int:
         """ZeRO's stage; 0 without DeepSpeed."""
         return self.ds_config["zero_optimization"]["stage"] if self.ds_config else 0
+
+    @property
+    def offloads_optimizer(self) -> bool:
+        """Whether DeepSpeed keeps the optimizer's states in the host's memory."""
+        options = self.ds_config["zero_optimization"] if self.ds_config else {}
+        return (options.get("offload_optimizer") or {}).get("device") == "cpu"
 
     @cached_property
     def ramp(self) -> list[int]:

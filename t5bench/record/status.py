@@ -12,7 +12,7 @@ import signal
 import time
 import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -101,6 +101,11 @@ class Cause:
     def ending(self) -> Status:
         who = f"rank {self.rank}: " if self.rank is not None else ""
         return Status(self.status, who + self.reason, self.remedy)
+
+    def fields(self) -> dict[str, Any]:
+        """What a node's part of the record says of it."""
+        status = self.ending()
+        return {"status": status.name, "reason": status.reason, "remedy": status.remedy, "cause": asdict(self)}
 
 
 class Rule(NamedTuple):

@@ -1,38 +1,23 @@
-"""Stops a run that would not stop otherwise, and judges how it ended.
+"""Stops a run that would not stop otherwise.
 
 The guard acts if another node failed or left, or the run hangs. Each worker that it ends
 leaves its stacks in a file (see worker.py), which shows where it was.
 """
 
 import contextlib
-import os
 import re
 import signal
 import threading
 import time
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import psutil
 
-from t5bench import note
 from t5bench.record import status as ends
 from t5bench.record.plan import Plan
-from t5bench.record.status import (
-    PROCESSES_REMEDY,
-    Cause,
-    Status,
-    Strength,
-    first_failure,
-    node_named,
-    remedy_of_writing,
-    weight_of,
-)
-from t5bench.record.tools import ask
+from t5bench.record.status import Cause, Strength, first_failure, node_named, weight_of
 from t5bench.run import processes
 from t5bench.run.collectives import MARK
-from t5bench.run.output import Output
 from t5bench.run.peers import Peers
 from t5bench.run.reports import Reports
 from t5bench.text import visible
@@ -231,144 +216,3 @@ class Guard:
             time.sleep(processes.TICK_SECONDS)
         processes.end(self.mark, TERM_SECONDS)
         return self.stacks.sentence() if self.stacks.stopped() else None
-
-
-# ---- how it ended ----------------------------------------------------------------------------------------------------
-
-
-def cause_of(
-    plan: Plan,
-    output: Output,
-    guard: Guard,
-    exit_status: int | None,
-    interrupted_by: str | None,
-    kernel_kills: int,
-    refused_starts: int = 0,
-) -> Cause | None:
-    """Why this node's processes ended; None if they finished or the run was cancelled.
-
-    exit_status: torchrun's; None if it was not started. kernel_kills, refused_starts: how often the kernel killed a
-    process here because memory was full, and refused to start one, during the run.
-    """
-    reported = output.finder.cause([report.cause for report in guard.reports.read()])
-    has_waited = reported and reported.status == ends.TIMEOUT and reported.strength == Strength.WAITED
-    if has_waited and guard.stacks.stopped():
-        # torchrun ended the others because one had waited too long.
-        reported = Cause.now(ends.TIMEOUT, guard.stacks.sentence(), "The node's log has every worker's stack")
-    strength = reported.strength if reported else Strength.VICTIM
-    # TERM, or what --signal asks SLURM to send before.
-    if interrupted_by not in (None, "INT") and "SLURM_JOB_ID" in os.environ and slurm_time_is_up():
-        remedy = "Ask for more time (--time), or fewer TRAIN_ITERS"
-        return Cause.now(ends.TIMEOUT, "SLURM's time limit ended the job", remedy)
-    if interrupted_by:
-        return reported if strength == Strength.CAUSE else None
-    # A run that the guard ends does not exit with 0. If it did, the guard came when all was over.
-    guarded = guard.cause if exit_status != 0 else None
-    if guarded and guarded.status == ends.TIMEOUT and plan.engine_patches == "series" and not _incomplete(plan, output):
-        # What hung was torchrun, or W&B's upload after the last iteration.
-        return None
-    if guarded:
-        failed_before = reported and strength >= Strength.EXCEPTION and reported.time < guarded.time
-        if not failed_before:
-            return guarded
-    if output.diverged_at is not None and (exit_status == 0 or strength <= Strength.EXCEPTION):
-        reason = f"the loss is not a number at iteration {output.diverged_at}"
-        return Cause.now(ends.DIVERGED, reason, "Lower LR, or add LR_WARMUP_ITERS")
-    if exit_status == 0:
-        return _cause_without_failure(plan, output)
-    if refused_starts and strength < Strength.CAUSE:
-        reason = "the limit on processes or threads is reached here: the kernel refused to start one (pids.max)"
-        return Cause.now(ends.CRASHED, reason, PROCESSES_REMEDY)
-    return _cause_of_failure(plan, output, reported, exit_status, kernel_kills)
-
-
-def _cause_without_failure(plan: Plan, output: Output) -> Cause | None:
-    """Why a run whose processes all ended with exit status 0 is not complete, if it is not."""
-    trained = [evaluation.iteration for evaluation in output.evaluations]
-    if output.first:
-        trained.append(output.first.iteration - 1)
-    if trained and (anew := began_anew(plan, min(trained))):
-        return anew
-    reason = _incomplete(plan, output)
-    if reason:
-        return Cause.now(ends.INCOMPLETE, reason, strength=Strength.EXCEPTION)
-    return _unwritten(output) if output.unwritten else None
-
-
-def _unwritten(output: Output) -> Cause:
-    assert output.unwritten
-    return Cause.now(
-        ends.CRASHED, f"the run directory cannot be written: {output.unwritten}", remedy_of_writing(output.unwritten)
-    )
-
-
-def _cause_of_failure(
-    plan: Plan, output: Output, reported: Cause | None, exit_status: int | None, kernel_kills: int
-) -> Cause:
-    """Why a process of this node failed. reported: the best that workers and messages say."""
-    strength = reported.strength if reported else Strength.VICTIM
-    was_killed = reported is not None and reported.reason == ends.KILLED
-    if kernel_kills and (was_killed or _name_of_signal(exit_status) == "SIGKILL"):
-        return Cause.now(ends.OUT_OF_MEMORY, "the kernel killed a process because the host's memory was full")
-    silent = output.finder.silent(plan.layout.ranks_of(plan.node)) if plan.layout else []
-    if strength < Strength.EXCEPTION and (reason := _ended_early(plan, output, silent)):
-        return Cause.now(ends.INCOMPLETE, reason, strength=Strength.EXCEPTION)
-    if output.unwritten and strength < Strength.CAUSE:
-        return _unwritten(output)
-    if strength < Strength.EXCEPTION and (name := _name_of_signal(exit_status)):
-        if name == "SIGKILL":
-            remedy = "The kernel does this when memory runs out (see dmesg); SLURM or a user may have, too"
-            return Cause.now(ends.CRASHED, "torchrun was killed (SIGKILL)", remedy)
-        return Cause.now(ends.CRASHED, f"torchrun was ended by a signal ({name})", "Find who sent it: SLURM or a user")
-    if reported:
-        return reported
-    reason = f"torchrun ended with exit status {exit_status} without naming a cause"
-    return Cause.now(ends.CRASHED, reason, "See its output in the node's log", Strength.VICTIM)
-
-
-def _name_of_signal(exit_status: int | None) -> str:
-    """The signal that ended a process with this exit status, as shells tell it; empty if none did."""
-    try:
-        return signal.Signals((exit_status or 0) - 128).name
-    except ValueError:
-        return ""
-
-
-def slurm_time_is_up() -> bool:
-    """Whether SLURM gives the job less than two more minutes: at the time limit its processes see only TERM."""
-    answer = ask("squeue", "--noheader", f"--job={os.environ['SLURM_JOB_ID']}", "--format=%L")
-    if not answer:
-        note(f"warning: SLURM does not say how much time the job has left: {answer.fault}")
-        return False
-    return bool(re.fullmatch("[01]:[0-9]{2}|INVALID", answer.output.strip()))  # INVALID: it is past the limit
-
-
-def _incomplete(plan: Plan, output: Output) -> str:
-    """What is missing for a complete run: iteration lines on the last rank's node, every rank's peak memory."""
-    assert plan.layout
-    total = plan.last_iteration
-    reached = output.last.iteration if output.last else 0
-    if plan.node == plan.layout.nnodes - 1 and reached < ends.iterations_expected(total, plan.number("LOG_INTERVAL")):
-        return f"it ended after iteration {reached} of {total}"
-    return _ended_early(plan, output, plan.layout.ranks_of(plan.node))
-
-
-def _ended_early(plan: Plan, output: Output, ranks: Sequence[int]) -> str:
-    """Which of the ranks that ended with exit status 0 did so without their last line, if any did."""
-    silent = [rank for rank in ranks if rank not in output.memory]
-    return f"rank {silent[0]} exited before the last iteration" if plan.engine_patches == "series" and silent else ""
-
-
-def knows_little(end: Mapping[str, Any]) -> bool:
-    """Whether this node completed, lost a connection or was only waiting, and so cannot know the cause."""
-    return end["status"] == ends.COMPLETE or weight_of(end) in (Strength.VICTIM, Strength.WAITED)
-
-
-def exit_code(status: Status, part: Mapping[str, Any]) -> int:
-    """For a cancelled run 128 + the signal that this launcher received, or else the one that another received."""
-    numbers = {name: number for number, name in ends.SIGNALS.items()}
-    heard = [end["signal"] for end in part["heard"] if status.name == end["status"] == ends.CANCELLED]
-    received = [numbers[name] for name in (part["signal"], *heard) if name in numbers]
-    if received:
-        return 128 + received[0]
-    return 128 + signal.SIGTERM if status.name == ends.CANCELLED else ends.EXIT_CODES.get(status.name, 1)

@@ -67,12 +67,6 @@ class Differences(Message):
     sentences: list[str]
 
 
-def fields_of(cause: Cause) -> dict[str, Any]:
-    """What a part says of a cause."""
-    status = cause.ending()
-    return {"status": status.name, "reason": status.reason, "remedy": status.remedy, "cause": asdict(cause)}
-
-
 class Peers(Channel):
     """What this node knows of the others. Once ``hurry`` is set, nothing waits any more; ``warn`` gets sentences."""
 
@@ -167,7 +161,7 @@ class Peers(Channel):
             remedy = "Check whether it was rebooted, or its processes were killed by a user or because memory ran out"
             cause = Cause.now(NETWORK, "it disconnected without giving a reason", remedy, Strength.WAITED)
             position = {"node": node, "nnodes": self.endpoint.nodes, "host": self.hosts.get(node, "?")}
-            self.gone.setdefault(node, position | fields_of(cause) | {"signal": None, "ended": None})
+            self.gone.setdefault(node, position | cause.fields() | {"signal": None, "ended": None})
             if self.endpoint.node == 0:
                 self.say(Gone(lost=node))
 

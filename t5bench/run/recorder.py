@@ -18,11 +18,10 @@ import sys
 import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from t5bench import REPOSITORY, control_groups, note
+from t5bench import REPOSITORY, note
 from t5bench.plan import run_lock, shared_facts
 from t5bench.plan.channel import Endpoint
 from t5bench.plan.ports import peer_port
@@ -31,24 +30,20 @@ from t5bench.record import status as ends
 from t5bench.record.files import METRICS, RecordError, seal, write_json, write_whole
 from t5bench.record.plan import Plan
 from t5bench.record.records import FORMAT, write_run
-from t5bench.record.status import PROCESSES_REMEDY, Cause, Status, now, of_run, remedy_of_writing
+from t5bench.record.status import PROCESSES_REMEDY, Status, now, remedy_of_writing
 from t5bench.run import guard as guards
 from t5bench.run import processes
 from t5bench.run.agreement import COMMON, PATIENCE
-from t5bench.run.guard import Guard, Stacks, knows_little
+from t5bench.run.ending import Ending, KernelCounts
+from t5bench.run.guard import Guard, Stacks
 from t5bench.run.output import Output, pass_on, timestamp
-from t5bench.run.peers import Peers, fields_of
+from t5bench.run.peers import Peers
 from t5bench.run.reports import Reports, reports_prefix
 from t5bench.run.sampler import Sampler, link_speeds
 from t5bench.run.training import Training
 from t5bench.text import pass_by
 from t5bench.unread import never_wait
 
-# How long a node that lost its connection or waited for others waits for the reason: the others' guards act after
-# GRACE_SECONDS, collect the stacks of their workers and end them.
-OTHERS_SECONDS = guards.GRACE_SECONDS + 20
-# How long a node that has completed waits until the others report the same.
-COMPLETE_SECONDS = 10
 LOOKING_SECONDS = 30
 
 
@@ -221,37 +216,6 @@ def follow(part: Part, peers: Peers, stacks: Stacks, training: Training) -> Outp
     return output
 
 
-def tell_and_hear(peers: Peers, end: dict[str, Any], stopped: str) -> None:
-    """Tells the others how this node ended, hears how they did, and completes `end` with that and the better reason.
-
-    stopped: the worker here that was stuck when it was ended, if any. If the others were waiting, this is the reason.
-    """
-    peers.ended(end)
-
-    def enough(others: Mapping[int, Mapping[str, Any]]) -> bool:
-        waited = any(other["status"] == ends.TIMEOUT for other in others.values())
-        return not all(map(knows_little, others.values())) or bool(stopped and waited)
-
-    if end["status"] == ends.COMPLETE:
-        peers.wait_for_ends(COMPLETE_SECONDS, lambda heard: any(e["status"] != ends.COMPLETE for e in heard.values()))
-    elif knows_little(end) and not end["signal"]:
-        peers.wait_for_ends(OTHERS_SECONDS, enough)
-        if all(map(knows_little, peers.ends.values())) and enough(peers.ends):
-            end |= fields_of(Cause.now(ends.TIMEOUT, stopped, "This node's log has the stack of every worker here"))
-            peers.ended(end)
-        else:
-            end["reason"] += peers.of_silence()
-    end |= {"heard": [with_silence(other, peers) for other in peers.heard_from()], "differences": peers.differences}
-
-
-def with_silence(other: Mapping[str, Any], peers: Peers) -> Mapping[str, Any]:
-    """What another node said about its end. If it was waiting, it may not have known yet which nodes were silent."""
-    silence = peers.of_silence()
-    if not silence or other["status"] != ends.TIMEOUT or not knows_little(other) or " silent " in other["reason"]:
-        return other
-    return {**other, "reason": other["reason"] + silence}
-
-
 def record(directory: Path, node: int, training: Training) -> int:
     """Records a run, from the start of torchrun to the finished record; returns the launcher's exit code."""
     planned = directory / f"node{node}.plan"
@@ -260,8 +224,7 @@ def record(directory: Path, node: int, training: Training) -> int:
         planned.unlink()  # it holds secrets in clear text
     plan = Plan.read(content)
     hidden = machine.secrets(os.environ)
-    killed_before = machine.oom_kills()
-    refused_before = control_groups.refused_starts()
+    before = KernelCounts.now()
     run_lock.keep(directory, f"node{node}")
     part = Part(plan, machine.hide(content, hidden), hidden)
     peers = Peers(Endpoint.of(plan, peer_port(plan.number("MASTER_PORT"))), training.interrupted, warn)
@@ -274,47 +237,16 @@ def record(directory: Path, node: int, training: Training) -> int:
     output = follow(part, peers, stacks, training)
     guard.finish()
 
-    exit_status = training.exit_status
-    interrupted_by = training.interrupted_by
-    kills = machine.oom_kills() - killed_before
-    refused_starts = control_groups.refused_starts() - refused_before
-    cause = guards.cause_of(plan, output, guard, exit_status, interrupted_by, kills, refused_starts)
-    stopped = stacks.sentence() if stacks.stopped() else ""
-    exceptions = [
-        {"rank": report.rank, "type": report.type, "message": report.message, "time": report.time}
-        for report in reports.read()
-    ]
+    kernel = KernelCounts.now().since(before)
+    ending = Ending(plan, output, guard, training.exit_status, training.interrupted_by, kernel)
     for path in (*stacks.paths(), *reports.paths()):
         path.unlink(missing_ok=True)
-    if cause:
-        how_it_ended = fields_of(cause)
-    elif interrupted_by:
-        reason = f"{interrupted_by} received"
-        how_it_ended = {"status": ends.CANCELLED, "reason": reason, "remedy": "", "cause": None}
-    else:
-        how_it_ended = {"status": ends.COMPLETE, "reason": "", "remedy": "", "cause": None}
-    end = {
-        **part.position,
-        **how_it_ended,
-        "exit_status": exit_status,
-        "signal": interrupted_by,
-        "ended": timestamp(output.ended),
-        "attempt": peers.attempt,
-        "padded_vocab_size": output.padded_vocab_size,
-        "peak_memory": [asdict(output.memory[rank]) for rank in sorted(output.memory)],
-        "evaluations": [asdict(evaluation) for evaluation in output.evaluations],
-        "exceptions": exceptions,
-        "oom_kills": kills,
-    }
-    tell_and_hear(peers, end, stopped)
-    # A node that has completed may not have heard from the others.
-    all_is_well = all(other["status"] == ends.COMPLETE for other in (end, *end["heard"]))
-    known = Status(ends.COMPLETE) if all_is_well else of_run([end])
+    ending.tell_and_hear(part.position, peers)
     peers.close()
-    known = part.end(end, known)
+    known = part.end(ending.fields, ending.status)
     remove_shared_memory(plan)
     run_lock.release(directory, f"node{node}", os.getpid())
-    exit_code = guards.exit_code(known, end)
+    exit_code = ending.exit_code(known)
     tell_the_end(plan, known, exit_code)
     return exit_code
 

@@ -47,6 +47,10 @@ class WorkerReport:
     """Of the host's monotonic clock in the file, else seconds since 1970."""
     cause: Cause
 
+    def fields(self) -> dict[str, object]:
+        """What the record says of it."""
+        return {"rank": self.rank, "type": self.type, "message": self.message, "time": self.time}
+
 
 class Reporter:
     """The worker's side. A worker trains on if its file cannot be written."""

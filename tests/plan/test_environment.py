@@ -12,9 +12,8 @@ import pytest
 from support import REPO_ROOT, Project
 
 from t5bench.plan import interpreter
-from t5bench.plan.__main__ import with_plain_engine
 from t5bench.plan.environment import rule_for
-from t5bench.plan.interpreter import needs_link, plain_caches, plain_link
+from t5bench.plan.interpreter import needs_link, plain_caches, plain_link, with_plain_engine
 from t5bench.plan.ports import free_port
 
 # What a child of the launcher would read behind the plan's back.

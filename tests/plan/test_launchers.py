@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from support import REPO_ROOT, Project, processes_with
 
-from t5bench.plan.settings import HELP_GROUPS
+from t5bench.plan.help import HELP_GROUPS
 from t5bench.record.plan import Plan, by_name
 from t5bench.record.settings import BY_NAME, TABLE
 

@@ -25,7 +25,7 @@ from t5bench.record.reader import read_samples
 from t5bench.record.records import load
 from t5bench.record.status import Cause, Status, Strength, cause_of_exception
 from t5bench.run import sampler
-from t5bench.run.guard import cause_of, exit_code
+from t5bench.run.ending import Ending, KernelCounts
 from t5bench.run.output import OPEN_SECONDS, Output, pass_on
 
 
@@ -61,10 +61,9 @@ OTHER_LEFT = """Root Cause (first observed failure):
 
 def no_guard(*raised: tuple[int, BaseException]) -> SimpleNamespace:
     """A guard that ended nothing, of workers that reported these exceptions: rank and exception."""
-    reports = [SimpleNamespace(cause=cause_of_exception(error, rank)) for rank, error in raised]
+    reports = [SimpleNamespace(cause=cause_of_exception(error, rank), fields=dict) for rank, error in raised]
     reader = SimpleNamespace(read=lambda: reports)
-    peers = SimpleNamespace(conflict=None)
-    return SimpleNamespace(cause=None, stacks=SimpleNamespace(stopped=dict), reports=reader, peers=peers)
+    return SimpleNamespace(cause=None, stacks=SimpleNamespace(stopped=dict), reports=reader)
 
 
 CLOSED = RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.3]:1")
@@ -111,11 +110,12 @@ def test_how_it_ended(
     exit_status = int(status_and_signal[0])
     by = status_and_signal[1] if len(status_and_signal) > 1 else None
     plan = made_plan(settings={"TRAIN_ITERS": "3", "LOG_INTERVAL": "1"}, engine="native", world_size=1)
-    cause = cause_of(plan, said(tmp_path, text.encode()), no_guard(*raised), exit_status, by, 0)
+    ending = Ending(plan, said(tmp_path, text.encode()), no_guard(*raised), exit_status, by)
+    cause = ending.cause()
     found = cause.ending() if cause else Status("cancelled" if by else "complete")
     assert (found.name, cause and cause.strength) == (status, strength)
     assert reason in found.reason
-    assert exit_code(found, {"signal": by, "heard": []}) == code
+    assert ending.fields["status"] == status and ending.exit_code(found) == code
 
 
 def test_the_kernel_refused_to_start_a_process(tmp_path: Path):
@@ -133,7 +133,7 @@ def test_the_kernel_refused_to_start_a_process(tmp_path: Path):
         (group / "pids.events").write_text(f"max {count}\n")
     assert refused_starts(tmp_path) == 7
     for raised, reason in (((), "the limit on processes or threads"), ([(0, MemoryError())], "the host's memory")):
-        cause = cause_of(made_plan(), said(tmp_path), no_guard(*raised), 1, None, 0, 1)
+        cause = Ending(made_plan(), said(tmp_path), no_guard(*raised), 1, None, KernelCounts(refused_starts=1)).cause()
         assert cause and reason in cause.reason
 
 
@@ -146,7 +146,7 @@ def test_a_run_that_did_not_load_its_checkpoint(tmp_path: Path):
     first, second, rest = output(3).split("\n", 2)
     anew = f"{first}\n{second}\n{rest}", f"{second}\n{rest}", EVALUATED.format(0)
     for text in (*anew, rest, EVALUATED.format(2)):
-        cause = cause_of(plan, said(tmp_path, text.encode()), no_guard(), 0, None, 0)
+        cause = Ending(plan, said(tmp_path, text.encode()), no_guard(), 0, None).cause()
         begins = cause is not None and cause.reason.startswith("the engine ignored the checkpoint of iteration 2")
         assert begins == (text in anew)
 
@@ -156,7 +156,7 @@ def test_a_run_that_ended_before_the_guard_acted_keeps_its_reason(tmp_path: Path
     heard = no_guard()
     heard.cause = Cause.now("network", "stopped because node 0 failed", strength=Strength.VICTIM)
     for exit_status, reason in ((0, "it ended after iteration 0 of 1000"), (1, "stopped because node 0 failed")):
-        cause = cause_of(made_plan(), said(tmp_path), heard, exit_status, None, 0)
+        cause = Ending(made_plan(), said(tmp_path), heard, exit_status, None).cause()
         assert cause and cause.reason == reason
 
 
@@ -191,7 +191,7 @@ def test_slurms_time_limit_is_distinguished_from_a_cancellation(tmp_path: Path, 
     monkeypatch.setenv("SLURM_JOB_ID", "12")
     for left, status in (("1:45", "timeout"), ("INVALID", "timeout"), ("2:05", None), ("1-01:00:05", None)):
         stub.write_text(f"#!/bin/sh\necho {left}\n")
-        cause = cause_of(made_plan(), said(tmp_path, output(2).encode()), no_guard(), 143, "TERM", 0)
+        cause = Ending(made_plan(), said(tmp_path, output(2).encode()), no_guard(), 143, "TERM").cause()
         assert (cause and cause.status) == status
 
 

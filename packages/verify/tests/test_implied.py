@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from t5bench.plan.help import lacks
 from t5bench.plan.launchers import declared
 from t5bench.plan.planner import plan
-from t5bench.plan.settings import lacks
 from t5bench.record.plan import Plan
 from t5bench.record.reader import UNFORESEEN
 from t5bench.record.settings import BY_NAME, Decimal, Integer, OneOf

@@ -16,10 +16,11 @@ from pathlib import Path
 from t5bench import Problem
 from t5bench.plan.launchers import ALONE, accepted, declarations
 from t5bench.plan.planner import plan
-from t5bench.plan.topology import REACHED_BY, double, is_this_host
+from t5bench.plan.topology import REACHED_BY
 from t5bench.printed_table import text_table
 from t5bench.record.host_cost import HostCost
-from t5bench.record.hosts import is_loopback, is_nobody, without_dot
+from t5bench.record.host_names import check_list
+from t5bench.record.hosts import Host, double, is_loopback
 from t5bench.record.network import Figures, Network
 from t5bench.text import steer, visible
 from t5bench.tools.nodes import health, host_cost
@@ -307,32 +308,33 @@ def verdicts(nodes: Sequence[CheckedNode]) -> str:
 # ---- the command ---------------------------------------------------------------------------------------------------
 
 
-def checked_hosts(hosts: Sequence[str]) -> list[str]:
-    """The hosts without trailing dots. Raises Problem for no host, for one that is named twice, and for no address."""
-    if not hosts:
+def checked_hosts(names: Sequence[str]) -> list[Host]:
+    """The hosts. Raises Problem for no host, for one that is named twice, and for no address."""
+    if not names:
         remedy = "List the nodes, the master first: bash scripts/check_cluster.sh node0 node1"
         raise Problem("no hosts are given, HOSTS is not set, and this is not a SLURM allocation", remedy)
-    named = [without_dot(host) for host in hosts]
-    for host in named:
-        if is_nobody(host):
-            raise Problem(f"{host} is an address to listen on, not the address of a node", REACHED_BY)
-    named_twice = double(named, resolves=True)
+    check_list(names, "List {}")
+    hosts = [Host.of(name) for name in names]
+    for host in hosts:
+        if host.is_nobody:
+            raise Problem(f"{host.name} is an address to listen on, not the address of a node", REACHED_BY)
+    named_twice = double(hosts, resolves=True)
     if named_twice:
         raise Problem(named_twice, "List each node once, the master first")
-    return named
+    return hosts
 
 
 def run(args: argparse.Namespace) -> int:
     """Raises Problem."""
     hosts = checked_hosts(args.hosts)
     if args.network:
-        check_place(args.network, hosts, is_health_alone=args.health)
+        check_place(args.network, [host.name for host in hosts], is_health_alone=args.health)
     if args.host:
         check_writable(args.host, "--host")
     # A Ctrl-C ends this and every ssh at once; processes on the nodes end by their own time limit.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     python = shutil.which(os.environ.get("PYTHON") or "python3") or sys.executable
-    nodes = [CheckedNode(host, here=is_this_host(host)) for host in hosts]
+    nodes = [CheckedNode(host.name, here=host.is_here) for host in hosts]
     if args.health:
         device = "cuda" if os.environ.get("DEVICE") != "cpu" else "cpu"
         with ThreadPoolExecutor(len(nodes)) as pool:

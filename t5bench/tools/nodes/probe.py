@@ -25,7 +25,7 @@ from t5bench.corpus.index import dataset_paths, read_index
 from t5bench.plan.engine import FIXES_ALONE, SERIES, state_of
 from t5bench.record import machine
 from t5bench.record.gpus import visible_gpus
-from t5bench.record.hosts import addresses_of, is_loopback, own_name_fault
+from t5bench.record.hosts import Host, is_loopback, own_name_fault
 from t5bench.text import guard_streams
 from t5bench.tools.nodes.findings import Finding, Findings
 
@@ -69,18 +69,17 @@ def digest(*places: Path) -> str:
 
 
 def address(asked: Question) -> Findings:
-    own = socket.gethostname()
-    master = asked.hosts[0]
-    addresses = addresses_of(own)
-    problem, remedy = own_name_fault(own, addresses)
+    own = Host(socket.gethostname())
+    master = Host.of(asked.hosts[0])
+    problem, remedy = own_name_fault(own)
     if len(asked.hosts) > 1 and problem:
         return {"address": Finding("own name", problem, remedy)}
-    masters = addresses_of(master)
-    if asked.host != master and all(map(is_loopback, masters)) and not is_loopback(asked.host):
-        problem = f"the master's name {master} resolves to {', '.join(masters) or 'nothing'} on this node"
+    leads_nowhere = master.is_loop or not master.addresses
+    if asked.host != master.name and leads_nowhere and not is_loopback(asked.host):
+        problem = f"the master's name {master.name} resolves to {', '.join(master.addresses) or 'nothing'} on this node"
         remedy = f"Add it to /etc/hosts of {asked.host}, or use the master's address in HOSTS"
         return {"address": Finding("no master", problem, remedy)}
-    return {"address": Finding(next((address for address in addresses if not is_loopback(address)), own))}
+    return {"address": Finding(next((address for address in own.addresses if not is_loopback(address)), own.name))}
 
 
 def repository(_: Question) -> Findings:

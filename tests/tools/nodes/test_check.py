@@ -17,7 +17,6 @@ import pytest
 from cluster_lab import SYSTEM_PATH, Cluster
 from support import REPO_ROOT, Project, wait_for
 
-from t5bench.plan import topology
 from t5bench.record import hosts
 from t5bench.record.network import read_network
 from t5bench.tools.nodes import check, probe
@@ -178,10 +177,10 @@ def test_git_and_the_gpus_say_what_is_wrong(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_one_node_under_two_names(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(topology, "addresses_of", lambda host: ["10.0.0.7"] if host in ("node7", "10.0.0.7") else [])
+    monkeypatch.setattr(hosts, "addresses_of", lambda host: ["10.0.0.7"] if host in ("node7", "10.0.0.7") else [])
     with pytest.raises(check.Problem, match=r"node7 and 10.0.0.7 are the same node, 10.0.0.7"):
         check.checked_hosts(["node0", "node7", "10.0.0.7"])
-    assert check.checked_hosts(["Node0.", "node1"]) == ["Node0", "node1"]
+    assert [host.name for host in check.checked_hosts(["Node0.", "node1"])] == ["Node0", "node1"]
     nodes = [
         CheckedNode(name, findings={"address": Finding(at)}) for name, at in (("a", "10.0.0.1"), ("b", "10.0.0.2"))
     ]
@@ -257,10 +256,10 @@ def test_a_nodes_names_disk_and_memory(monkeypatch: pytest.MonkeyPatch, tmp_path
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     monkeypatch.setattr(hosts, "is_own", lambda address: address == "10.0.0.2")
     for resolves, text, problem in (("127.0.1.1", "own name", "resolves to 127.0.1.1"), ("10.0.0.2", "no master", "")):
-        monkeypatch.setattr(probe, "addresses_of", lambda name, at=resolves: [at] if name == HERE else [])
+        monkeypatch.setattr(hosts, "addresses_of", lambda name, at=resolves: [at] if name == HERE else [])
         finding = probe.address(asked("node0", "node1"))["address"]
         assert finding.text == text and problem in finding.problem
-    monkeypatch.setattr(probe, "addresses_of", lambda name: ["127.0.0.1" if name == "localhost" else "10.0.0.2"])
+    monkeypatch.setattr(hosts, "addresses_of", lambda name: ["127.0.0.1" if name == "localhost" else "10.0.0.2"])
     for other, text in (("node1", "no master"), ("127.0.0.2", "10.0.0.2")):
         assert probe.address(asked("localhost", other))["address"].text == text
     monkeypatch.setattr(probe, "LEAST_DISK", 2**60)

@@ -12,9 +12,10 @@ from typing import Any
 
 from t5bench.plan import torchrun_command
 from t5bench.plan.draft import Draft
-from t5bench.plan.engine import SERIES, config_of_settings, offload_device
+from t5bench.plan.engine import config_of_settings
 from t5bench.plan.settings import values_from
 from t5bench.plan.torchrun_command import Choices
+from t5bench.record.hosts import Hosts
 from t5bench.record.plan import Plan, by_name, same_value
 from t5bench.record.settings import BY_NAME, PRECISIONS
 
@@ -67,32 +68,18 @@ def draft_of(plan: Plan) -> Draft:
         values=values,
         defaults=defaults,
         extra=plan.arguments.extra,
-        hosts=plan.hosts,
-        master_address=plan.master_address,
+        hosts=Hosts.of(plan.hosts, plan.master_address),
         node=str(plan.node),
     )
 
 
 def choices_of(plan: Plan) -> Choices:
-    """What planning decided beyond the settings, as far as the record says so."""
-    assert plan.layout
+    """What planning decided for the command alone, as far as the record says so."""
     own = by_name(plan.arguments.own)
-    ds_config = plan.ds_config
     return Choices(
-        layout=plan.layout,
-        device=plan.device,
-        gpus_shared=plan.gpus_shared,
-        data_prefix=plan.data_prefix,
-        tokenizer=plan.tokenizer,
-        tokenizer_type=own.get("--tokenizer-type", "HFTokenizer"),
         flash_attention="--use-flash-attn-v2" in own,
-        engine_has_all_patches=plan.engine_patches == SERIES,
-        zero_stage=plan.zero_stage if ds_config else None,
-        offloads_optimizer=bool(ds_config) and offload_device(ds_config, "offload_optimizer") == "cpu",
-        load=own.get("--load", ""),
+        tokenizer_type=own.get("--tokenizer-type", "HFTokenizer"),
         wandb_mode="online" if "--wandb-project" in own else "disabled",
-        wandb_config="",
-        threads=1,
     )
 
 
@@ -101,8 +88,8 @@ def contradictions_of_command(plan: Plan) -> Iterator[str]:
     draft = draft_of(plan)
     choices = choices_of(plan)
     settings = by_name(torchrun_command.setting_arguments(draft))
-    method = by_name(torchrun_command.method_arguments(draft, choices))
-    own = by_name(torchrun_command.own_arguments(draft, choices))
+    method = by_name(torchrun_command.method_arguments(draft, plan))
+    own = by_name(torchrun_command.own_arguments(draft, plan, choices))
     given = by_name([*plan.arguments.settings, *plan.arguments.own])
     for name, value in (settings | own).items():
         if name not in given:
@@ -131,7 +118,7 @@ def contradictions_of_environment(plan: Plan) -> Iterator[str]:
     """Variables that the engine was given, and that the settings do not imply so."""
     if not is_of_today(plan):
         return
-    implied = torchrun_command.environment(draft_of(plan), choices_of(plan))
+    implied = torchrun_command.environment(draft_of(plan), plan, choices_of(plan))
     for name in sorted((implied.keys() | plan.environment.keys()) - USERS_VARIABLES):
         value = implied.get(name)
         given = plan.environment.get(name)
