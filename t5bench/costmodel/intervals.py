@@ -123,10 +123,18 @@ def shifted_seconds(job: Job, machine: Machine, backend: str, slower: float, shi
 
 
 def responses(
-    job: Job, machine: Machine, backend: str, slower: float, directions: Sequence[Shift]
+    job: Job,
+    machine: Machine,
+    backend: str,
+    slower: float,
+    directions: Sequence[Shift],
+    seconds: float | None = None,
 ) -> list[tuple[float, float]]:
-    """For each direction, by how much the logarithm of the time changes with one standard deviation up, and down."""
-    base = log(shifted_seconds(job, machine, backend, slower, Shift()))
+    """For each direction, by how much the logarithm of the time changes with one standard deviation up, and down.
+
+    seconds: of an iteration on the machine as its figures say, if they are known already.
+    """
+    base = log(seconds or shifted_seconds(job, machine, backend, slower, Shift()))
     answers: list[tuple[float, float]] = []
     for direction in directions:
         more = log(shifted_seconds(job, machine, backend, slower, direction)) - base

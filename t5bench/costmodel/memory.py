@@ -16,7 +16,7 @@ from t5bench.costmodel import buckets
 from t5bench.costmodel.job import Job
 from t5bench.costmodel.machine import MIB, Device
 from t5bench.costmodel.parameters import Stage, layer_shapes, parameters, stage_of, tensors
-from t5bench.costmodel.schedule import GPIPE, Step, steps
+from t5bench.costmodel.schedule import GPIPE, ZERO_BUBBLE, Step, fullest_steps
 from t5bench.costmodel.traffic import sharded_groups
 
 FP32_GRADIENTS = 4  # bytes per parameter of the fp32 gradients that an update makes
@@ -97,6 +97,23 @@ def memory_of(job: Job, stage: int = 0, device: Device | None = None) -> Memory:
     return Memory(states, moments, cpu, _cached_scores(job), leftover)
 
 
+def stages_to_compare(job: Job) -> list[int]:
+    """The pipeline stages among which is the one that needs most memory.
+
+    Of stages that hold and receive the same, the first keeps the most micro-batches, unless one has several chunks of
+    the model or puts off gradients of weights.
+    """
+    parallel = job.parallel
+    stages = range(parallel.pipeline)
+    if parallel.virtual_stages > 1 or parallel.schedule == ZERO_BUBBLE:
+        return list(stages)
+    parts = [stage_of(job.architecture, parallel, stage) for stage in stages]
+    first: dict[tuple[Stage, Stage | None], int] = {}
+    for stage in stages:
+        first.setdefault((parts[stage], parts[stage - 1] if stage else None), stage)
+    return list(first.values())
+
+
 def _lasting(job: Job, stage: int, count: int, device: Device | None) -> tuple[dict[str, float], dict[str, float]]:
     """What `count` parameters keep between iterations: on the GPU, and in CPU memory."""
     states, cpu = model_states(job, count)
@@ -164,8 +181,8 @@ def _moments(job: Job, stage: int, count: int, leftover: Mapping[str, float]) ->
         # While a micro-batch is computed, the loop's variable output_tensor still has the graph of the one before, and
         # so its input with its gradient (Megatron-LM core/pipeline_parallel/schedules.py:2280-2336).
         waiting["inputs of stages"] = leftover.get("inputs of stages", 0.0) if job.micro_batches > 1 else 0.0
-    forward_passes = [step for step in _steps(job, stage) if step.way == "F"]
-    backward_passes = [step for step in _steps(job, stage) if step.way == "B"]
+    forward_passes = _fullest(job, stage, "F")
+    backward_passes = _fullest(job, stage, "B")
     put_off = [_put_off(job.apart, chunk) for chunk in chunks]
     ends = [_end_of_backward(job.apart, chunk, one["encoder"]) for chunk, one in zip(chunks, kept, strict=True)]
     if job.parallel.puts_off_weights(stage):
@@ -182,21 +199,22 @@ def _moments(job: Job, stage: int, count: int, leftover: Mapping[str, float]) ->
     if job.parallel.puts_off_weights(stage):
         inside = [one | _inside_backward(job, chunk) for chunk, one in zip(chunks, in_work, strict=True)]
         moments["layer's backward"] = _largest(backward_passes, kept, inside, put_off) | backward | recomputed
-        weights = [step for step in _steps(job, stage) if step.way == "W"]
+        weights = _fullest(job, stage, "W")
         gradient = [{"gradient of a weight": _largest_weight(job, stage)}]
         moments["weights"] = _largest(weights, kept, gradient, put_off) | backward
     if job.reduces_once:  # the bucket is not there before the last backward pass has ended
         moments["reduction"] = transient["reduction"]
     if buckets.casts_come_last(job):
-        later_passes = [step for step in backward_passes if not step.is_first]
+        later_passes = _fullest(job, stage, "B", later=True)
         ends = [_end_of_later_backward(job.apart, chunk) | own for chunk, own in zip(chunks, put_off, strict=True)]
         moments["copies"] = _largest(later_passes, kept, ends, put_off) | backward
     return moments
 
 
-def _steps(job: Job, stage: int) -> tuple[Step, ...]:
+def _fullest(job: Job, stage: int, way: str, later: bool = False) -> tuple[Step, ...]:
     parallel = job.parallel
-    return steps(stage, parallel.pipeline, job.micro_batches, parallel.virtual_stages, parallel.schedule)
+    chunks = parallel.virtual_stages
+    return fullest_steps(way, stage, parallel.pipeline, job.micro_batches, chunks, parallel.schedule, later)
 
 
 def _largest(
@@ -705,7 +723,7 @@ def activation_bytes(job: Job, stage: int = 0) -> dict[str, float]:
     kept = [_of_a_micro_batch(job.apart, chunk) for chunk in job.parallel.chunks_of(stage)]
     in_work = [one | {"logits that wait": 0.0} for one in kept]
     put_off = [_put_off(job.apart, chunk) for chunk in job.parallel.chunks_of(stage)]
-    found = _largest([step for step in _steps(job, stage) if step.way == "F"], kept, in_work, put_off)
+    found = _largest(_fullest(job, stage, "F"), kept, in_work, put_off)
     if job.recompute != "none":
         found["recomputed layer"] = _recomputed_layer(job, stage)
     return found

@@ -106,6 +106,7 @@ def _norm(a: Architecture, width: int) -> list[tuple[int, ...]]:
     return [(width,)] * (2 if a.norm == "layer" else 1)
 
 
+@lru_cache(maxsize=4096)
 def tensors(a: Architecture, parallel: Parallel = WHOLE, stage: int = 0) -> dict[str, list[int]]:
     """Elements of every parameter of a rank on pipeline stage `stage`, by component."""
     return {name: [prod(shape) for shape in of_part] for name, of_part in shapes_of(a, parallel, stage).items()}

@@ -8,7 +8,7 @@ from typing import Any
 from t5bench.costmodel import flops, intervals, schedule, time, traffic
 from t5bench.costmodel.job import Job
 from t5bench.costmodel.machine import GIB, Device, Host, Link, Machine
-from t5bench.costmodel.memory import SURE, Memory, chance_to_fit, memory_of
+from t5bench.costmodel.memory import SURE, Memory, chance_to_fit, memory_of, stages_to_compare
 from t5bench.costmodel.parameters import parameters
 
 LATENCY = 40e-6  # seconds of a message between nodes
@@ -45,7 +45,7 @@ class Prediction:
     def memory(self) -> Memory:
         """The memory of the fullest GPU."""
         device = self.machine.device if self.machine.device.memory else None
-        stages = range(self.job.parallel.pipeline)
+        stages = stages_to_compare(self.job)
         return max((memory_of(self.job, stage, device) for stage in stages), key=lambda found: found.peak)
 
     @property
@@ -83,7 +83,7 @@ class Prediction:
         parallel = self.job.parallel
         if parallel.pipeline == 1:
             return None
-        passes = [time.stage_seconds(self.job, self.machine, stage) for stage in range(parallel.pipeline)]
+        passes = time.passes_of_stages(self.job, self.machine)
         forward = [before.seconds for before, _ in passes]
         backward = [after.seconds for _, after in passes]
         m = self.job.micro_batches
@@ -106,7 +106,8 @@ class Prediction:
     def responses(self) -> list[tuple[float, float]]:
         """How the time answers to what is not known of the machine (intervals.py)."""
         directions = self.directions or intervals.doubts(self.machine)
-        return intervals.responses(self.job, self.machine, self.backend, self.slower or 1.0, directions)
+        seconds = self.time.total if self.time else None
+        return intervals.responses(self.job, self.machine, self.backend, self.slower or 1.0, directions, seconds)
 
     def surely_slower_than(self, other: "Prediction") -> bool:
         """Whether it takes longer than the other, on the same machine, with 95 % certainty."""

@@ -130,6 +130,26 @@ def steps(stage: int, stages: int, micro_batches: int, chunks: int = 1, kind: st
     return tuple(found)
 
 
+@lru_cache(maxsize=65536)
+def fullest_steps(
+    way: str, stage: int, stages: int, micro_batches: int, chunks: int = 1, kind: str = ONE_F_ONE_B, later: bool = False
+) -> tuple[Step, ...]:
+    """The steps of one way in which a stage may keep most, whatever each micro-batch takes.
+
+    later: without those of the iteration's first micro-batch.
+    """
+    of_way = []
+    for step in steps(stage, stages, micro_batches, chunks, kind):
+        if step.way == way and not (later and step.is_first):
+            of_way.append(step)
+    if chunks > 1:
+        return tuple(of_way)
+    most: dict[tuple[int, ...], int] = {}  # by what is put off, how many micro-batches are kept at the most
+    for step in of_way:
+        most[step.put_off] = max(step.kept[0], most.get(step.put_off, 0))
+    return tuple(step for step in of_way if step.kept[0] == most[step.put_off])
+
+
 def one_f_one_b(
     forward: Sequence[float],
     backward: Sequence[float],

@@ -304,6 +304,18 @@ def stage_seconds(job: Job, machine: Machine, stage: int, slower: float = 1.0) -
     )
 
 
+def passes_of_stages(job: Job, machine: Machine, slower: float = 1.0) -> list[tuple[Pass, Pass]]:
+    """A micro-batch's forward and backward on every stage; those that hold the same take as long."""
+    found: dict[Stage, tuple[Pass, Pass]] = {}
+    passes = []
+    for stage in range(job.parallel.pipeline):
+        part = stage_of(job.architecture, job.parallel, stage)
+        if part not in found:
+            found[part] = stage_seconds(job, machine, stage, slower)
+        passes.append(found[part])
+    return passes
+
+
 def _pass(
     layers: float, layers_operators: float, rest: float, rest_operators: float, machine: Machine, slower: float
 ) -> Pass:
@@ -446,7 +458,7 @@ def iteration(job: Job, machine: Machine, backend: str = "nccl", slower: float =
     """
     m = job.micro_batches
     stages = range(job.parallel.pipeline)
-    passes = [stage_seconds(job, machine, stage, slower) for stage in stages]
+    passes = passes_of_stages(job, machine, slower)
     waits = _waits(job, machine, backend, passes, slower)
     forward = [
         way.with_queued(waits.queued_forward[stage]) + waits.forward[stage] for stage, (way, _) in enumerate(passes)

@@ -15,7 +15,6 @@ from typing import Any
 from t5bench import Problem
 from t5bench.costmodel import buckets
 from t5bench.costmodel.job import BYTES, Architecture, FullySharded, Job, Parallel, padded
-from t5bench.costmodel.layout import rank_at
 from t5bench.costmodel.parameters import layer_shapes, parameters, shapes_of, stage_of, tensors
 
 # Measured with torch 2.13's gloo over TCP: besides its data a message costs both ends together this much (two headers
@@ -151,8 +150,8 @@ def sharded_groups(job: Job, stage: int = 0) -> list[tuple[str, int, int]]:
     part = stage_of(a, job.parallel, stage)
     stacks = (("encoder", part.encoder_layers, False), ("decoder", part.decoder_layers, True))
     groups_of_layers: list[tuple[str, int, int]] = []
-    every_shape = shapes_of(a, job.parallel, stage).values()
-    rest = sum(_with_padded_rows(shape, n) for shapes in every_shape for shape in shapes)
+    every_shape = Counter(shape for shapes in shapes_of(a, job.parallel, stage).values() for shape in shapes)
+    rest = sum(count * _with_padded_rows(shape, n) for shape, count in every_shape.items())
     for name, layers, is_decoder in stacks:
         if not layers:
             continue
@@ -486,17 +485,14 @@ def groups(
     world = parallel.world
     if world > MOST_RANKS:
         raise Problem(f"{world} GPUs are more than {MOST_RANKS}", "Choose fewer GPUs")
-    stages = range(parallel.pipeline)
-    replicas = range(d)
-    slices = range(t)
-
-    def rank(stage: int, replica: int, tp_rank: int) -> int:
-        return rank_at(stage, replica, tp_rank, t, d)
-
-    tensor = [tuple(rank(stage, replica, part) for part in slices) for stage, replica in product(stages, replicas)]
-    data = [tuple(rank(stage, replica, part) for replica in replicas) for stage, part in product(stages, slices)]
-    pipelines = [tuple(rank(stage, replica, part) for stage in stages) for replica, part in product(replicas, slices)]
-    models = [tuple(rank(stage, replica, part) for stage, part in product(stages, slices)) for replica in replicas]
+    stage_size = t * d  # ranks of a stage, which follow one another; a replica's slices do so within it
+    starts = range(0, world, stage_size)
+    tensor = [tuple(range(first, first + t)) for first in range(0, world, t)]
+    data = [tuple(range(start + part, start + stage_size, t)) for start, part in product(starts, range(t))]
+    pipelines = [tuple(range(first, world, stage_size)) for first in range(stage_size)]
+    models = [
+        tuple(start + first + part for start, part in product(starts, range(t))) for first in range(0, stage_size, t)
+    ]
     last = parallel.pipeline - 1
     with_positions = {0, parallel.decoder_stage % parallel.pipeline} if encoder_decoder and last else {0}
     with_words = with_positions | {last}
@@ -627,12 +623,12 @@ def _paths(
         way = "send" if kind == "pipeline" else "all-reduce"
         inside = False
         leaving: dict[int, int] = {}  # rings by the node that they leave
-        for members in members_of_groups:
-            for source, target in neighbours(way, members):
-                node = source // per_node
-                if node == target // per_node:
-                    inside = True
-                else:
-                    leaving[node] = leaving.get(node, 0) + 1
+        nodes_of_groups = [tuple([member // per_node for member in members]) for members in members_of_groups]
+        pairs = Counter(chain(*[neighbours(way, nodes) for nodes in nodes_of_groups]))
+        for (source, target), count in pairs.items():
+            if source == target:
+                inside = True
+            else:
+                leaving[source] = leaving.get(source, 0) + count
         found[kind] = (len(members_of_groups[0]), inside, max(leaving.values(), default=0))
     return found

@@ -2,11 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from t5bench import Problem
 from t5bench.costmodel.job import Architecture
 from t5bench.record.hosts import Hosts
-from t5bench.record.plan import Strategy
+from t5bench.record.plan import Strategy, by_name
 from t5bench.record.settings import BY_NAME, RoleName
 
 
@@ -50,6 +51,11 @@ class Draft:
     def lack(self, code: str, found: str, remedy: str = "") -> None:
         """The machine lacks something: a dry run reports it and continues."""
         self.obstacles.append(Problem(found, remedy, code, fatal=False))
+
+    @cached_property
+    def given(self) -> dict[str, str]:
+        """The values of the engine arguments after ``--``, by argument."""
+        return by_name(self.extra)
 
     @property
     def model(self) -> Architecture | None:

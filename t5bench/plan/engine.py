@@ -20,19 +20,18 @@ from pathlib import Path
 from typing import Any
 
 from t5bench import FILES, REPOSITORY, Problem
-from t5bench.costmodel.job import REDUCE_ONCE_RELEASE
 from t5bench.costmodel.layout import Layout
 from t5bench.given_files import Repetition, without_repetition
 from t5bench.plan.draft import Draft
-from t5bench.plan.interpreter import extensions_folder, plain_caches
-from t5bench.plan.releases import ask_ledger
+from t5bench.plan.engine_arguments import check_arguments
+from t5bench.plan.interpreter import extensions_folder, path_of_programs, plain_caches
+from t5bench.plan.releases import check_packages
+from t5bench.plan.toolkit import check_curand
 from t5bench.record.ds_config import check_strategy
-from t5bench.record.ledger import UNKNOWN, WRONG, look_up, version_of
 from t5bench.record.machine import checksum, installed_version
 from t5bench.text import guard_streams
 
 CHECKSUMS = REPOSITORY / "patches" / "checksums"
-INSTALL = f"pip install -r '{REPOSITORY}/requirements.txt'"
 SERIES = "series"
 FIXES_ALONE = "megatron_t5_fixes"
 UNPATCHED = "unpatched"
@@ -155,6 +154,25 @@ def _is_another_module(name: str) -> bool:
     return installed is not None and not _is_of_this_repository(installed.origin or REPOSITORY)
 
 
+def check_software(
+    draft: Draft, device: str, gpus_shared: bool, ds_config: Mapping[str, Any] | None, layout: Layout
+) -> tuple[str, str]:
+    """The state of the engine's patches, and what the ledger says of DeepSpeed."""
+    patches = SERIES
+    if draft.value("ENGINE") == "megatron":
+        directory = Path(draft.value("MEGATRON_DIR"))
+        patches = check_engine(draft, directory, device, gpus_shared)
+        check_arguments(draft, directory)
+    check_locks(draft, ds_config, device)
+    ledger = check_packages(draft, ds_config, layout, device)
+    if device == "cuda" and ds_config and offload_device(ds_config, "offload_optimizer") == "cpu":
+        try:
+            check_curand({**draft.environ, "PATH": path_of_programs(draft.environ)})
+        except Problem as problem:
+            draft.lack("no-curand", str(problem), problem.remedy)
+    return patches, ledger
+
+
 def check_engine(draft: Draft, directory: Path, device: str, gpus_shared: bool) -> str:
     """The state of the checkout, for the plan; what a run lacks goes to the draft."""
     state = state_of(directory)
@@ -205,7 +223,8 @@ def check_locks(draft: Draft, config: Mapping[str, Any] | None, device: str) -> 
 
     A lock may be in use if it is new or a process here has it open. config: the effective DeepSpeed options.
     """
-    locks = [*extension_locks(draft.environ, _compiled_extensions(draft, config, device))]
+    compiled = _compiled_extensions(draft, config, device)
+    locks = list(extension_locks(draft.environ, compiled))
     if draft.value("ENGINE") == "megatron" and device == "cuda":
         locks += Path(draft.value("MEGATRON_DIR"), KERNELS).glob("**/lock")
     for lock in locks:
@@ -257,6 +276,7 @@ def effective_config(draft: Draft) -> dict[str, Any] | None:
     """
     if not draft.strategy.ds_config:
         return None
+    options = config_of_settings(draft)
     path = FILES / "ds_configs" / draft.strategy.ds_config
     try:
         stage_config = json.loads(path.read_text(), object_pairs_hook=without_repetition)
@@ -283,72 +303,11 @@ def effective_config(draft: Draft) -> dict[str, Any] | None:
         source = "OVERLAP_COMM=on" if draft.value("OVERLAP_COMM") == "on" else str(path)
         warning = f"warning: overlap_comm is true ({source}), with which ZeRO-2 and ZeRO-3 have hung on GPUs"
         draft.notes.append(f"{warning}: OVERLAP_COMM=off avoids it (DeepSpeed's default for ZeRO-3 is true)")
-    return config_of_settings(draft) | stage_config
+    return options | stage_config
 
 
 def offload_device(config: Mapping[str, Any], name: str) -> str:
     return (config["zero_optimization"].get(name) or {}).get("device", "none")
-
-
-def check_packages(draft: Draft, config: Mapping[str, Any] | None, layout: Layout, device: str) -> str:
-    """Checks that the recorder's msgspec is installed, and DeepSpeed or PyTorch in a release that trains correctly.
-
-    Returns what the ledger says of that release; nothing where it does not speak of the strategy.
-    """
-    lack = draft.lack
-    if not util.find_spec("msgspec"):
-        lack("no-msgspec", f"msgspec, which reads plans, is not installed for {sys.executable}", f"Run: {INSTALL}")
-    if not config:
-        return _check_torch(draft, device) if draft.value("ENGINE") == "native" else ""
-    version = installed_version("deepspeed")
-    if not version:
-        lack("no-deepspeed", f"DeepSpeed is not installed for {sys.executable}", f"Run: {INSTALL}")
-        return ""
-    if draft.is_on("ZERO_REDUCE_ONCE") and config["zero_optimization"]["stage"] > 1:
-        _check_reduce_once(draft, version)
-    answer = ask_ledger(
-        version,
-        config,
-        micro_batches=layout.micro_batches,
-        pipeline_stages=layout.pp,
-        resumes=draft.is_on("RESUME"),
-    )
-    if answer.verdict == WRONG:
-        problem = f"DeepSpeed {version} trains this strategy wrong: {answer.said}"
-        draft.refuse("deepspeed-release", problem, f"Install the pinned release: {INSTALL}")
-    elif answer.said:
-        draft.notes.append(f"warning: DeepSpeed {version} may train this strategy wrong: {answer.said}")
-    return str(answer)
-
-
-def _check_torch(draft: Draft, device: str) -> str:
-    """What the ledger says of PyTorch's release for a strategy that needs no DeepSpeed."""
-    version = installed_version("torch")
-    precision = draft.value("PRECISION_FLAG").lstrip("-") or "fp32"
-    answer = look_up("torch", version or "", draft.strategy.name, precision=precision, resumes=draft.is_on("RESUME"))
-    if answer.verdict == WRONG and device == "cpu":
-        problem = f"torch {version} trains this strategy wrong: {answer.said}"
-        draft.refuse("torch-release", problem, f"Install the pinned release: {INSTALL}")
-    elif answer.verdict == UNKNOWN:  # most releases are right
-        return UNKNOWN
-    elif answer.said:
-        measured = "on a CPU, where the ledger measured it, " if device != "cpu" else ""
-        draft.notes.append(f"warning: torch {version} may train this strategy wrong: {measured}{answer.said}")
-    return str(answer)
-
-
-def _check_reduce_once(draft: Draft, version: str) -> None:
-    if draft.value("ENGINE") == "megatron":
-        found = "ZERO_REDUCE_ONCE=1 does not work with ENGINE=megatron: its loop has DeepSpeed reduce every micro-batch"
-        draft.refuse("reduce-once", found, "Use ENGINE=native, or unset it")
-        return
-    try:
-        is_old = version_of(version) < version_of(REDUCE_ONCE_RELEASE)
-    except ValueError:
-        return  # a pre-release: the engine asks DeepSpeed itself
-    if is_old:
-        found = f"DeepSpeed {version} cannot reduce gradients once an iteration (ZERO_REDUCE_ONCE=1)"
-        draft.refuse("reduce-once", found, f"Install the pinned release: {INSTALL}")
 
 
 if __name__ == "__main__":

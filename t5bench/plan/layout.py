@@ -7,7 +7,6 @@ from t5bench.costmodel.schedule import GATHERED_AGAIN, INTERLEAVED, ONE_F_ONE_B,
 from t5bench.plan.draft import Draft
 from t5bench.plan.families import family_of
 from t5bench.record.gpus import GpuInventory, visible_gpus
-from t5bench.record.plan import by_name
 from t5bench.record.settings import micro_batches_leave_the_curve
 
 LEAST_INTERLEAVED = 3  # pipeline stages; the engine's megatron/arguments.py asserts it
@@ -248,7 +247,7 @@ def _check_rampup(draft: Draft, together: int) -> None:
     words = given.split()
     if not given:
         return
-    for name in by_name(draft.extra).keys() & {"--train-iters", "--lr-warmup-iters", "--lr-decay-iters"}:
+    for name in draft.given.keys() & {"--train-iters", "--lr-warmup-iters", "--lr-decay-iters"}:
         found = f"{name} cannot be given after -- with RAMPUP_BATCH_SIZE: the engine counts such a run in samples"
         refuse("rampup", found, "Set TRAIN_ITERS and LR_WARMUP_ITERS, or give --lr-decay-samples")
     if len(words) != 3 or not all(word.isascii() and word.isdigit() and int(word) for word in words):

@@ -1,4 +1,4 @@
-"""What a run finds on its node: data, tokenizer and attention kernels."""
+"""What a run finds on its node: data, tokenizer, attention kernels and W&B."""
 
 import contextlib
 import math
@@ -11,8 +11,8 @@ from t5bench.corpus.index import SPLIT, Index, command_for, lacks_validation, re
 from t5bench.plan.draft import Draft
 from t5bench.plan.families import family_of
 from t5bench.plan.toolkit import import_fault
+from t5bench.record import wandb
 from t5bench.record.machine import installed_version
-from t5bench.record.plan import by_name
 from t5bench.record.settings import DEFAULT_TOKENIZER
 
 CORPUS = "xsum_text_document"
@@ -23,11 +23,10 @@ def check_data(draft: Draft, tokenizer: str) -> str:
     prefix = str(Path(draft.value("MEGATRON_DATA_DIR")) / CORPUS)
     try:
         index = read_index(prefix, draft.value("MODEL_FAMILY"))
-        given = by_name(draft.extra)
-        if family_of(draft).has_encoder and "--mask-prob" not in given:
+        if family_of(draft).has_encoder and "--mask-prob" not in draft.given:
             _check_decoder_length(draft, index)
         if draft.number("EVAL_ITERS") and not draft.is_on("EVAL_ONLY"):
-            lacking = lacks_validation(len(index.doc_idx) - 1, given.get("--split", SPLIT))
+            lacking = lacks_validation(len(index.doc_idx) - 1, draft.given.get("--split", SPLIT))
             if lacking:
                 draft.lack("validation", str(lacking), lacking.remedy)
         _check_tokenizer(draft, prefix, tokenizer)
@@ -142,3 +141,16 @@ def choose_attention(draft: Draft, device: str) -> bool:
     used = f"standard ({reason})" if reason else f"flash-attn {version} in {family_of(draft).flash}"
     draft.notes.append(f"attention: {used}")
     return not reason
+
+
+def choose_wandb(draft: Draft) -> str:
+    """W&B's mode."""
+    try:
+        mode = wandb.mode(draft.environ, draft.value("WANDB_MODE"))
+    except Problem as problem:
+        draft.refuse("setting-value", str(problem), problem.remedy)
+        return "disabled"
+    if mode == "offline" and not draft.value("WANDB_MODE"):
+        runs = f"'{draft.value('OUTPUT_DIR')}'/wandb/offline-run-*"
+        draft.notes.append(f"W&B: no WANDB_API_KEY, logging offline; upload later with: wandb sync {runs}")
+    return mode

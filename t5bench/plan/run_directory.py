@@ -35,8 +35,9 @@ def check(plan: Plan) -> list[Problem]:
     if fault:
         found = f"cannot write to the run directory {directory}: {fault}"
         return [Problem(found, "Choose another OUTPUT_DIR", "output-directory", fatal=False)]
+    facts = run_facts(plan)
     try:
-        run_lock.check_run(directory, run_facts(plan))
+        run_lock.check_run(directory, facts)
         run_lock.check(directory, f"node{plan.node}")
     except Problem as problem:
         return [Problem(problem.found, problem.remedy, "running", fatal=False)]

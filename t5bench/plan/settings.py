@@ -5,7 +5,7 @@ from pathlib import Path
 
 from t5bench.plan.draft import Draft
 from t5bench.record.ds_config import WHY_NO_CURRICULUM
-from t5bench.record.plan import Strategy, by_name
+from t5bench.record.plan import Strategy
 from t5bench.record.settings import (
     BY_NAME,
     DEFAULT_FAMILY,
@@ -109,7 +109,7 @@ def absolute(directory: str, path: str, environ: Mapping[str, str]) -> str:
 
 def take_engine_arguments(draft: Draft) -> None:
     """Gives the settings the values of the engine arguments after ``--`` that they own; the last of several wins."""
-    given = by_name(draft.extra)
+    given = draft.given
     continues = draft.is_on("RESUME") or draft.is_on("EVAL_ONLY")
     finetunes = "--finetune" in given and not continues
     owned = set(DECIDED_ELSEWHERE)
@@ -149,3 +149,34 @@ def _take(draft: Draft, declaration: Declaration, given: Mapping[str, str]) -> N
         draft.values[declaration.name] = max(values.values(), key=float)
     else:
         draft.values[declaration.name] = values[declaration.arguments[0]]
+
+
+def check_numbers(draft: Draft) -> None:
+    """Refuses numbers that are valid alone but do not fit together, or that no engine accepts."""
+    value = draft.value
+    last = draft.number("TRAIN_ITERS")
+    given = draft.given
+    profiled = draft.number("PROFILE_ITERATION")
+    if profiled and not 2 <= profiled <= last:
+        problem = f"PROFILE_ITERATION must be between 2 and TRAIN_ITERS={last}, found {profiled}"
+        draft.refuse("profile-iteration", problem, "The first iteration is only warm-up; 0 profiles none")
+    warm_up = draft.number("LR_WARMUP_ITERS")
+    decay = int(value("LR_DECAY_ITERS") or last)
+    if warm_up >= decay:
+        problem = f"LR_WARMUP_ITERS={warm_up} leaves none of the {decay} iterations for the learning rate's decay"
+        draft.refuse("learning-rate", problem, "Lower LR_WARMUP_ITERS, or raise TRAIN_ITERS or LR_DECAY_ITERS")
+    if float(value("MIN_LR")) > float(value("LR")):
+        problem = f"MIN_LR={value('MIN_LR')} is more than LR={value('LR')}"
+        draft.refuse("learning-rate", problem, "Lower MIN_LR, or raise LR")
+    if float(value("DROPOUT")) >= 1:
+        draft.refuse("dropout", f"DROPOUT must be less than 1, found {value('DROPOUT')}")
+    if draft.is_on("EVAL_ONLY") and value("EVAL_ITERS") == "0":
+        remedy = "Set EVAL_ITERS to the number of validation batches"
+        draft.refuse("eval-iters", "EVAL_ONLY=1 but EVAL_ITERS is 0", remedy)
+    for name in ("--exit-interval", "--exit-duration-in-mins"):
+        if name in given and not (given[name].isascii() and given[name].isdecimal() and int(given[name]) > 0):
+            problem = f"{name} must be a whole number of at least 1, found '{given[name]}'"
+            draft.refuse("engine-argument", problem)
+    if draft.number("LOG_INTERVAL") > last and not value("RAMPUP_BATCH_SIZE") and not draft.is_on("EVAL_ONLY"):
+        silent = f"warning: LOG_INTERVAL={value('LOG_INTERVAL')} is more than TRAIN_ITERS={last}"
+        draft.notes.append(f"{silent}, so this run will log neither loss nor time. Set LOG_INTERVAL=1")

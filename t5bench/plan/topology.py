@@ -191,3 +191,10 @@ def check_own_name(draft: Draft) -> None:
         found, remedy = own_name_fault(Host(socket.gethostname()))
         if found:
             draft.lack("own-name", found.replace(" there,", " here,"), remedy)
+
+
+def tell_the_last_node(draft: Draft) -> None:
+    last = draft.number("NNODES") - 1
+    if int(draft.node) != last:
+        where = f" ({draft.hosts.names[last]})" if len(draft.hosts.nodes) > last else ""
+        draft.notes.append(f"iterations are printed on the last node: node {last}{where}")

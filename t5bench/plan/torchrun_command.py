@@ -44,7 +44,8 @@ class Choices:
 
 def with_command(planned: Plan, draft: Draft, choices: Choices) -> Plan:
     """The plan with its command, which a plan of a draft with these choices lacks."""
-    added, removed = child_environment(draft, environment(draft, planned, choices))
+    variables = environment(draft, planned, choices)
+    added, removed = child_environment(draft, variables)
     return replace(
         planned,
         notes=draft.notes,

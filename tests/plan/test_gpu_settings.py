@@ -24,7 +24,7 @@ def test_offloading_without_curand_is_refused_on_a_gpu(making, monkeypatch: pyte
     def lacking(environment: object) -> None:
         raise Problem("there is no cuRAND", "Install it")
 
-    monkeypatch.setattr("t5bench.plan.planner.check_curand", lacking)
+    monkeypatch.setattr("t5bench.plan.engine.check_curand", lacking)
     for strategy, device, expected in (("zero3_offload", "cuda", True), ("zero3_offload", "cpu", False),
                                        ("zero3", "cuda", False)):  # fmt: skip
         assert ("no-curand" in making(strategy, DEVICE=device, NPROC_PER_NODE="1").codes) == expected

@@ -362,8 +362,8 @@ def test_what_the_ledger_says_of_the_installed_release(making, monkeypatch, verd
         asked.append((release_and_config[0], facts))
         return LedgerAnswer(verdict, "" if verdict == "right" else "its gradient norm differs")
 
-    monkeypatch.setattr("t5bench.plan.engine.installed_version", lambda distribution: "0.18.2")
-    monkeypatch.setattr("t5bench.plan.engine.ask_ledger", ask_ledger)
+    monkeypatch.setattr("t5bench.plan.releases.installed_version", lambda distribution: "0.18.2")
+    monkeypatch.setattr("t5bench.plan.releases.ask_ledger", ask_ledger)
     made = making("zero2")
     assert made.codes == (["deepspeed-release"] if is_refused else [])
     assert ("may train this strategy wrong" in made.said) == is_warned
@@ -377,9 +377,9 @@ def test_what_the_ledger_says_of_the_installed_release(making, monkeypatch, verd
 
 
 def test_packages_that_are_missing(making, monkeypatch):
-    monkeypatch.setattr("t5bench.plan.engine.installed_version", lambda distribution: None)
+    monkeypatch.setattr("t5bench.plan.releases.installed_version", lambda distribution: None)
     assert (making("zero1").codes, making("ddp").codes) == (["no-deepspeed"], [])
-    monkeypatch.setattr("t5bench.plan.engine.util.find_spec", lambda name: None)
+    monkeypatch.setattr("t5bench.plan.releases.util.find_spec", lambda name: None)
     assert making("ddp").codes == ["no-msgspec"]
 
 
@@ -411,7 +411,7 @@ def test_zero_may_reduce_once(making, monkeypatch: pytest.MonkeyPatch):
     assert "--zero-reduce-once" not in making("zero1", **once).plan.arguments.own  # it always does
     refused = making("zero3", ZERO_REDUCE_ONCE="1", ENGINE="megatron")
     assert refused.codes == ["reduce-once"] and "its loop has DeepSpeed reduce" in str(refused.plan.obstacles[0])
-    monkeypatch.setattr("t5bench.plan.engine.installed_version", lambda _: "0.18.3")
+    monkeypatch.setattr("t5bench.plan.releases.installed_version", lambda _: "0.18.3")
     assert "reduce-once" in making("zero2", **once).codes
     assert "reduce-once" not in making("ddp", **once).codes
 
@@ -552,7 +552,7 @@ def test_what_the_ledger_says_of_the_installed_torch(making, monkeypatch, gpus, 
     def look_up(library: str, release: str, strategy: str, **facts: object) -> LedgerAnswer:
         return LedgerAnswer("wrong", "its gradient norm differs") if strategy == "fsdp2" else LedgerAnswer("right")
 
-    monkeypatch.setattr("t5bench.plan.engine.look_up", look_up)
+    monkeypatch.setattr("t5bench.plan.releases.look_up", look_up)
     made = making("fsdp2", gpus=gpus, ENGINE="native")
     assert made.codes == codes
     assert ("on a CPU, where the ledger measured it, its gradient norm differs" in made.said) == bool(gpus)
