@@ -6,7 +6,7 @@ plan without any package; ``Plan.read`` checks every type of a plan that comes f
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
