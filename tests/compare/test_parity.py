@@ -291,3 +291,16 @@ def test_the_baseline_is_judged_by_curves_from_outside(tmp_path: Path):
     curves.write_text("")
     with pytest.raises(Problem, match="is empty"):
         outside_verdict(curves, baseline)
+
+
+def test_a_trace_of_an_older_release_is_not_read(parity: Parity, ddp: Path, tmp_path: Path):
+    """The runs are judged by their curves, and the answer says so; --locate has nothing else to read."""
+    run = make_run(tmp_path / "zero1")
+    for directory in (ddp, run):
+        (directory / "trace").mkdir()
+        (directory / "trace" / "rank0.jsonl").write_text('{"phase": "layout", "tp": 0, "dp": 0, "pp": 0}\n')
+    answer = parity(run, ddp)
+    assert answer.passed("zero1")
+    assert "zero1 (megatron): an older release wrote its trace, so it is judged by its curves alone" in answer.output
+    assert parity(run, ddp, "--locate").status == 2
+    assert "an older release wrote the trace in" in parity(run, ddp, "--locate").errors

@@ -30,11 +30,11 @@ WRONG = ("ddp=scale", "ddp=one rank", "ddp=no reduction", "ddp=forward", "fsdp2=
 STEP_TRACE = Path(__file__).parents[1] / "src" / "training_comparison" / "step_trace.py"
 
 
-def train(directory: Path, *words: str, processes: int = 2) -> None:
+def train(directory: Path, *words: str, processes: int = 2, seconds: int = 200) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     environment = os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     command += [str(LOOPS), str(directory), *words]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=seconds, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
 
 
@@ -248,8 +248,8 @@ def test_a_line_that_was_cut_off_is_left_out(tmp_path: Path):
 def test_honest_pairs_raise_no_alarm(tmp_path: Path, processes: int, capsys: pytest.CaptureFixture[str]):
     """Every kind with several seeds and widths, each against one process."""
     chosen = [f"{seed},{width}" for seed in range(1, 7) for width in (16, 64)]
-    train(tmp_path, *(f"one@{each}" for each in chosen), processes=1)
-    train(tmp_path, *(f"{kind}@{each}" for kind in EQUAL for each in chosen), processes=processes)
+    train(tmp_path, *(f"one@{each}" for each in chosen), processes=1, seconds=900)
+    train(tmp_path, *(f"{kind}@{each}" for kind in EQUAL for each in chosen), processes=processes, seconds=900)
     alarms = []
     for kind in EQUAL:
         for each in chosen:
