@@ -344,13 +344,11 @@ class Space:
 
 
 def best_to_run(candidates: Sequence[Candidate]) -> Candidate:
-    """The fastest of those that surely fit and that the launchers can start; if there is none, the fastest that fits.
-
-    candidates: sorted by time.
+    """Of those that fit and that the launchers can start, the fastest, where the risk to run out of memory counts as
+    time; if there is none, the first. candidates: sorted by time.
     """
     startable = [candidate for candidate in candidates if candidate.fits and candidate.start]
-    sure = [candidate for candidate in startable if candidate.chance_to_fit >= SURE]
-    return (sure or startable or candidates)[0]
+    return min(startable, key=lambda candidate: candidate.seconds_at_risk, default=candidates[0])
 
 
 def one_to_run(candidates: Sequence[Candidate]) -> Candidate:

@@ -30,10 +30,10 @@ class AchievableRates:
 
 
 # Azure: random numbers, 10,000 products to warm up; the geometric mean of the square products of 4,096 and 8,192, in
-# TFLOP/s. A100 SXM in fp16 228.0 and 253.7 of 312; in fp8 H100 1,216.9 and 1,290.1 of 1,979, GB200 2,694.7 and 2,781.5
-# of 5,000, MI300X 1,085.4 and 1,222.9 of 2,615.
+# TFLOP/s. A100 SXM in fp16 228.0 and 253.7 of 312, divided by the share that their tiles fill (time.py); in fp8 H100
+# 1,216.9 and 1,290.1 of 1,979, GB200 2,694.7 and 2,781.5 of 5,000, MI300X 1,085.4 and 1,222.9 of 2,615.
 # SimuMax: the median of the bf16 products of Llama and DeepSeek layers, forward and both of backward, with random
-# numbers, 183 on an A100 PCIe and 514 on a B200.
+# numbers, 183 on an A100 PCIe, likewise divided, and 514 on a B200.
 # SemiAnalysis: the bf16 products of a Llama 70B, with random numbers and cold caches, MI300X 620 of 1,307 TFLOP/s. H100
 # and H200 reach 720 of 989 there, but the judging sources are predicted worse with that (docs/log.md).
 # For the others no benchmark of products as large as a training's was found, so they have a round figure. What a CPU
@@ -41,8 +41,8 @@ class AchievableRates:
 BY_FAMILY = {
     "volta": AchievableRates(0.70, 0.70),
     "turing": AchievableRates(0.70, 0.70),
-    "ampere": AchievableRates(0.72, 0.72),
-    "ampere-sxm": AchievableRates(0.77, 0.77),
+    "ampere": AchievableRates(0.76, 0.76),
+    "ampere-sxm": AchievableRates(0.79, 0.79),
     "ada": AchievableRates(0.70, 0.70),
     "hopper": AchievableRates(0.70, 0.63),
     "geforce-blackwell": AchievableRates(0.70, 0.70),

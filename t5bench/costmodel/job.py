@@ -321,6 +321,7 @@ class Software:
     eager: bool = False  # norms, activations and softmax run as PyTorch's operators one by one (time.py)
     eager_rms_norm: bool = False  # an RMS norm does, whatever the rest is
     eager_norm_bytes: int = 8  # of a hidden state, what such a norm keeps besides a fused one's input and output
+    fused_rotary: bool = False  # rotary positions are one kernel
     divides_head: bool = True  # tensor parallelism divides the logits, not the head's weight alone
 
 
@@ -338,10 +339,12 @@ SOFTWARE = {
     # Megatron-LM: vocab_parallel_cross_entropy computes in place on the fp32 copy of the logits and keeps it for
     # backward: core/tensor_parallel/cross_entropy.py:28-120. DotProductAttention's scores go to a global buffer:
     # core/transformer/dot_product_attention.py:189.
-    "megatron-core": Software(scores_buffer=True, keeps_inputs=True),
+    "megatron-core": Software(scores_buffer=True, keeps_inputs=True, fused_rotary=True),
     # The same without the fused softmax: FusedScaleMaskSoftmax.forward_torch_softmax computes in fp32, and autograd
     # keeps its result: core/fusions/fused_softmax.py:313.
-    "megatron-core-softmax": Software(softmax=4, scores_buffer=True, keeps_inputs=True, fused_softmax=False),
+    "megatron-core-softmax": Software(
+        softmax=4, scores_buffer=True, keeps_inputs=True, fused_softmax=False, fused_rotary=True
+    ),
     # Software that is not known. What its separate operators keep is not read in code but found: these figures tell 354
     # published layouts that ran from those that ran out of memory best (packages/costmodel-evidence/EVIDENCE.md).
     "unknown": Software(
@@ -357,7 +360,7 @@ SOFTWARE = {
     # Megatron-LM with it: UnfusedDotProductAttention fills padded rows of the probabilities, which keeps each layer's
     # mask, if "padding" is in the mask's type (transformer_engine/pytorch/attention/dot_product_attention/backends.py,
     # masked_fill). GPT's and T5's decoders have "causal".
-    "transformer-engine": Software(keeps_masks=True, copies_flash=True, keeps_inputs=True),
+    "transformer-engine": Software(keeps_masks=True, copies_flash=True, keeps_inputs=True, fused_rotary=True),
     # FlashSelfOrCrossAttention's output is kept, and its rearranged copy:
     # core/runtime/tensor_parallel/transformer.py:846. swiglu is silu(x) * y in separate operators (:121), and
     # repeat_interleave copies keys and values for every query head (:825).

@@ -40,6 +40,7 @@ class Device:
     ampere: bool = True  # or later, with bf16 and TF32 on tensor cores
     fp8: bool = False  # at twice the 16-bit rate
     family: str = "cpu"  # a key of achievable_rates.BY_FAMILY
+    multiprocessors: int = 0  # which share the tiles of a matrix product; 0 where that is not modelled (time.py)
 
     @property
     def hopper(self) -> bool:
@@ -183,8 +184,16 @@ _CDNA2 = (("mi250x", r"(AMD )?(Instinct )?MI250X", 191.5, 23.95, 64, 1638, 50),)
 _CDNA3 = (("mi300x", r"(AMD )?(Instinct )?MI300X", 1307.4, 163.4, 192, 5300, 448, 50),)
 
 
+# Of devices whose matrix products come in whole waves of tiles (time.py): the white papers of the A100 and GA102.
+_MULTIPROCESSORS = {
+    "a100-40": 108, "a100": 108, "a800": 108, "a100-pcie-40": 108, "a100-pcie": 108, "a800-pcie": 108, "a30": 56,
+    "a10g": 80, "a10": 72, "a40": 84, "a6000": 84, "a5000": 64, "a4000": 48, "rtx3090": 82,
+}  # fmt: skip
+
+
 def _device(row: Any, nvlink: int = 0, pcie: int = 24, **since: Any) -> Device:
     name, pattern, tensor, vector, memory, bandwidth = row
+    since["multiprocessors"] = _MULTIPROCESSORS.get(name, 0)
     return Device(
         name, pattern, tensor, vector, memory * GIB, bandwidth * GB, float(nvlink * GB), float(pcie * GB), **since
     )

@@ -11,6 +11,9 @@ from t5bench.costmodel.machine import GIB, Device, Host, Link, Machine
 from t5bench.costmodel.memory import SURE, Memory, chance_to_fit, memory_of, stages_to_compare
 from t5bench.costmodel.parameters import parameters
 
+RISK = 0.3
+"""How much a small chance to fit counts beside time: a layout that runs in one of two cases counts as 1.23 times as
+slow. Set on ten choices of the 354 published layouts that set the chance (memory.py)."""
 LATENCY = 40e-6  # seconds of a message between nodes
 
 
@@ -58,6 +61,14 @@ class Prediction:
         """That it does not run out of memory; 1 on CPUs, whose memory is not known."""
         size = self.machine.device.memory
         return chance_to_fit(self.memory.needed, size) if size else 1.0
+
+    @property
+    def seconds_at_risk(self) -> float:
+        """The time by which layouts are chosen: longer where it may run out of memory. Raises ValueError without a
+        time."""
+        if not self.time:
+            raise ValueError("the speed of this CPU is unknown")
+        return self.time.total / self.chance_to_fit**RISK
 
     @property
     def fit(self) -> str:

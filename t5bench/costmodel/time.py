@@ -8,11 +8,11 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from math import prod, sqrt
+from math import ceil, prod, sqrt
 from typing import NamedTuple
 
 from t5bench.costmodel import schedule
-from t5bench.costmodel.flops import layer_multiply_adds, multiply_adds
+from t5bench.costmodel.flops import layer_multiply_adds
 from t5bench.costmodel.job import Job, Zero
 from t5bench.costmodel.machine import Device, Link, Machine
 from t5bench.costmodel.parameters import Stage, layer_shapes, parameters, stage_of
@@ -35,6 +35,15 @@ FLASH_ON_HOPPER = 0.35
 # gloo's all-gather between two ranks takes this much longer than its bytes, between three or four no longer: measured
 # in tests/tools/nodes's lab from 0.25 to 15 MB at three rates (packages/costmodel-evidence/EVIDENCE.md).
 GLOO_PAIR_GATHER = 1.5
+# Rows and columns of a product's tiles, each of which one multiprocessor computes, and how fast that is beside the
+# largest: some of those that NVIDIA's "Matrix Multiplication Background User's Guide" names. The rates of 183 products
+# that SimuMax measured on an A100 (achievable_rates.py) differ by 9.2 % without this, and by 6.6 % with it and with
+# divided sums; those on its B200 are not explained by it.
+TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.9))
+# A library also divides long sums over the inner size into parts, which are added up in the end.
+SPLIT = 0.9
+LEAST_PART = 4096
+MOST_PARTS = 8
 NORM_OPERATORS = 3  # a further norm's forward and backward, and its gradient's accumulation
 # For the gradient of one linear layer's weight where a zero-bubble schedule computes it later, counted likewise.
 WEIGHT_OPERATORS = 5
@@ -51,12 +60,16 @@ SCORE_PASSES_BACKWARD = 9.5
 SEPARATE_SCORE_PASSES = 10  # forward, with scale and mask as kernels of their own, which read and write; backward twice
 LOGIT_PASSES = 6
 NORM_PASSES = 2  # of a tensor that has a norm besides its block's first one
-# What Hugging Face's modules (transformers 4.57) add by running operators one by one, counted with TorchDispatchMode:
-# T5LayerNorm, which converts inputs of 2 bytes to 4 and back, and gelu_new. Their attention's passes over its scores,
-# with softmax in fp32.
-EAGER_RMS_NORM = {2: 15, 4: 5}
+# What separate operators add, counted (tests/costmodel/count_passes.py) less a fused norm's two passes forward and four
+# backward: an RMS norm, which converts inputs of 2 bytes to 4 and back. Of Hugging Face's modules (transformers 4.57),
+# counted likewise: gelu_new, and attention's passes over its scores, with softmax in fp32.
+EAGER_RMS_NORM = {2: 16, 4: 5}
+EAGER_RMS_NORM_BACKWARD = {2: 42, 4: 19}
 EAGER_GELU = 16
 EAGER_SCORES = {2: 15, 4: 6}
+# Of rotary positions: one kernel reads and writes; separate operators multiply, negate, join, multiply and add.
+ROTARY_PASSES = 2
+EAGER_ROTARY = 10
 ADDING_PASSES = 3  # over a gradient that is added to those of earlier micro-batches
 # Adam reads and writes fp32 master, two moments and gradient, and writes the 16-bit copy; norm and clipping read and
 # write the gradient once more.
@@ -162,12 +175,13 @@ class Passes(NamedTuple):
 
     block: int
     """Over [tokens, hidden] in each block."""
+    block_backward: int
     ffn: float
     """Over [tokens, ffn]."""
     scores_forward: float
     """Over attention's scores, where they are stored."""
     scores_backward: float
-    """The same in a backward pass. Of everything else, it has twice a forward pass's."""
+    """The same in a backward pass. Of the FFN's, it has twice a forward pass's."""
 
 
 class Rates(NamedTuple):
@@ -197,15 +211,69 @@ def _passes(job: Job) -> Passes:
     a = job.architecture
     software = job.software
     ffn = FFN_PASSES * (1.5 if a.gated else 1)
+    width = software.stream or job.element
+    has_eager_norms = job.has_eager_norms or (software.eager and a.norm == "rms")
+    block = BLOCK_PASSES + (EAGER_RMS_NORM[width] if has_eager_norms else 0)
+    block_backward = 2 * BLOCK_PASSES + (EAGER_RMS_NORM_BACKWARD[width] if has_eager_norms else 0)
     if not software.eager:
-        block = BLOCK_PASSES + (EAGER_RMS_NORM[job.element] if job.has_eager_norms else 0)
         if software.fused_softmax:
-            return Passes(block, ffn, SCORE_PASSES_FORWARD, SCORE_PASSES_BACKWARD)
-        return Passes(block, ffn, SEPARATE_SCORE_PASSES, 2 * SEPARATE_SCORE_PASSES)
-    norm = EAGER_RMS_NORM[software.stream or job.element] if a.norm == "rms" else 0
+            return Passes(block, block_backward, ffn, SCORE_PASSES_FORWARD, SCORE_PASSES_BACKWARD)
+        return Passes(block, block_backward, ffn, SEPARATE_SCORE_PASSES, 2 * SEPARATE_SCORE_PASSES)
     gelu = EAGER_GELU if a.gated or a.family == "gpt" else 0
     scores = SEPARATE_SCORE_PASSES if software.softmax else EAGER_SCORES[job.element]
-    return Passes(BLOCK_PASSES + norm, ffn + gelu, scores, 2 * scores)
+    return Passes(block, block_backward, ffn + gelu, scores, 2 * scores)
+
+
+class Product(NamedTuple):
+    """A linear layer's matrix product on one GPU: rows x inner times inner x columns."""
+
+    rows: float
+    inner: float
+    columns: float
+
+    @property
+    def backward(self) -> tuple["Product", "Product"]:
+        """The gradient of the input, and of the weight."""
+        return Product(self.rows, self.columns, self.inner), Product(self.columns, self.rows, self.inner)
+
+    def seconds(self, rate: float, device: Device) -> float:
+        """rate: FLOP/s of a product that fills the device."""
+        work = 2 * self.rows * self.inner * self.columns
+        return work / (rate * self.filled(device)) + device.achievable.start
+
+    def filled(self, device: Device) -> float:
+        """The share of the device that computes what is asked for: tiles reach beyond the edges, and the last wave of
+        tiles leaves multiprocessors idle."""
+        if not device.multiprocessors:
+            return 1.0
+        return max(relative * self._filled(device.multiprocessors, high, wide) for high, wide, relative in TILES)
+
+    def _filled(self, multiprocessors: int, high: int, wide: int) -> float:
+        tiles = ceil(self.rows / high) * ceil(self.columns / wide)
+        inside = self.rows * self.columns / (tiles * high * wide)
+        busy = tiles / (ceil(tiles / multiprocessors) * multiprocessors)
+        for parts in range(2, min(MOST_PARTS, int(self.inner) // LEAST_PART) + 1):
+            units = parts * tiles
+            busy = max(busy, SPLIT * units / (ceil(units / multiprocessors) * multiprocessors))
+        return inside * busy
+
+
+def products_of_layer(job: Job, decoder: bool) -> list[Product]:
+    """Of the linear layers, in a forward pass of a micro-batch."""
+    a = job.architecture
+    t = job.parallel.tensor
+    rows = job.micro_batch * a.length(decoder)
+    found = []
+    for length in a.attended(decoder):
+        keys = job.micro_batch * length
+        if length == a.length(decoder) and not found:
+            found.append(Product(rows, a.hidden, (a.query + 2 * a.key) / t))
+        else:
+            found += [Product(rows, a.hidden, a.query / t), Product(keys, a.hidden, 2 * a.key / t)]
+        found.append(Product(rows, a.query / t, a.hidden))
+    found.append(Product(rows, a.hidden, (2 if a.gated else 1) * a.ffn / t))
+    found.append(Product(rows, a.ffn / t, a.hidden))
+    return found
 
 
 class LayerSeconds(NamedTuple):
@@ -222,7 +290,7 @@ def _layer_seconds(job: Job, decoder: bool, device: Device) -> LayerSeconds:
     t = job.parallel.tensor
     b = job.micro_batch
     rates = _rates(job, device)
-    weights, core_products = layer_multiply_adds(a, decoder)
+    _, core_products = layer_multiply_adds(a, decoder)
     n = a.length(decoder)
     attentions = job.attentions(decoder)
     start = device.achievable.start
@@ -235,17 +303,29 @@ def _layer_seconds(job: Job, decoder: bool, device: Device) -> LayerSeconds:
     stream = (job.software.stream or job.element) / job.element
     softmax = (job.software.softmax or job.element) / job.element
     each = _passes(job)
-    passes = (1 + len(attentions)) * each.block * n * a.hidden * stream / job.parallel.sequence
-    passes += (each.ffn * n * a.ffn + 2 * n * (a.query + 2 * a.key)) / t
-    passes += _further_norms(job, decoder)
+    in_blocks = (1 + len(attentions)) * n * a.hidden * stream / job.parallel.sequence
+    divided = (each.ffn * n * a.ffn + 2 * n * (a.query + 2 * a.key)) / t + _further_norms(job, decoder)
+    rotated = _rotary_passes(job) * n * (a.query + a.key) / t
+    passes = each.block * in_blocks + divided + rotated
+    passes_backward = each.block_backward * in_blocks + 2 * divided + rotated
     scores = sum(a.heads * n * length for length, kernel in attentions if kernel == "unfused")
     score = b * scores * softmax / t * rates.element  # one pass
     core = 2 * b * core_products / t / attention + each.scores_forward * score
     core += start * sum(2 if kernel == "unfused" else 1 for _, kernel in attentions)
-    # Query, key and value at once, but cross-attention's query apart; the output of each attention; two of the FFN.
-    linear_products = 3 * len(attentions) + 1
-    seconds = 2 * b * weights / t / rates.linear + linear_products * start + b * passes * rates.element + core
-    return LayerSeconds(seconds, 2 * seconds + (each.scores_backward - 2 * each.scores_forward) * score, core)
+    products = products_of_layer(job, decoder)
+    linear = sum(product.seconds(rates.linear, device) for product in products)
+    gradients = sum(one.seconds(rates.linear, device) for product in products for one in product.backward)
+    forward = linear + b * passes * rates.element + core
+    core_backward = 2 * core + (each.scores_backward - 2 * each.scores_forward) * score
+    return LayerSeconds(forward, gradients + b * passes_backward * rates.element + core_backward, core)
+
+
+def _rotary_passes(job: Job) -> int:
+    """Over queries and keys, forward and again backward."""
+    if job.architecture.positions != "rotary":
+        return 0
+    is_fused = job.software.fused_rotary or job.precision == "fp8"  # which comes with Transformer Engine
+    return ROTARY_PASSES if is_fused else EAGER_ROTARY
 
 
 def _further_norms(job: Job, decoder: bool) -> float:
@@ -282,7 +362,7 @@ def stage_seconds(job: Job, machine: Machine, stage: int, slower: float = 1.0) -
             forward += layers * layer.forward
             backward += layers * layer.backward
             core += layers * layer.core
-    head = _head_seconds(job, rates) if part.head else 0.0
+    head, head_backward = _head_seconds(job, rates, device) if part.head else (0.0, 0.0)
     operators = _layer_operators(job, part)
     others = _other_operators(job) if part.head else 0
     recomputed = {"none": 0.0, "selective": core, "full": forward}[job.recompute]
@@ -296,7 +376,7 @@ def stage_seconds(job: Job, machine: Machine, stage: int, slower: float = 1.0) -
         _pass(
             backward + recomputed + adding,
             (operators + hooks) * 2 / 3 + operators_again,
-            2 * head,
+            head_backward,
             others * 2 / 3,
             machine,
             slower,
@@ -354,21 +434,23 @@ def _weight_seconds(job: Job, machine: Machine, stage: int, slower: float) -> fl
     operators = 0
     for is_decoder, layers in ((False, part.encoder_layers), (True, part.decoder_layers)):
         if layers:
-            weights, _ = layer_multiply_adds(a, is_decoder)
             shapes = [shape for shape in layer_shapes(a, t, is_decoder) if len(shape) == 2]
             adding = sum(prod(shape) for shape in shapes) * ADDING_PASSES * rates.element
-            starting = len(shapes) * device.achievable.start
-            gpu += layers * (2 * job.micro_batch * weights / t / rates.linear + starting + adding)
+            gradients = [product.backward[1] for product in products_of_layer(job, is_decoder)]
+            gpu += layers * (sum(one.seconds(rates.linear, device) for one in gradients) + adding)
             operators += layers * len(shapes) * WEIGHT_OPERATORS
     return _pass(gpu, operators, 0.0, 0.0, machine, slower).seconds
 
 
-def _head_seconds(job: Job, rates: Rates) -> float:
+def _head_seconds(job: Job, rates: Rates, device: Device) -> tuple[float, float]:
+    """Of a micro-batch, forward and backward."""
     a = job.architecture
-    t = job.parallel.tensor
-    logits = job.micro_batch * a.output_length * a.padded_vocabulary / t
+    product = Product(job.micro_batch * a.output_length, a.hidden, a.padded_vocabulary / job.parallel.tensor)
     passes = LOGIT_PASSES * (4 / job.element if job.software.casts else 1)
-    return 2 * job.micro_batch * multiply_adds(a)["head"] / t / rates.products + logits * passes * rates.element
+    whole = job.parallel.tensor if not job.software.divides_head else 1  # each rank then has all logits
+    others = product.rows * product.columns * whole * passes * rates.element
+    gradients = sum(one.seconds(rates.products, device) for one in product.backward)
+    return product.seconds(rates.products, device) + others, gradients + 2 * others
 
 
 def _operators(job: Job) -> Operators:

@@ -173,9 +173,12 @@ def test_a_products_time_is_its_flops_at_what_the_gpu_attains_and_its_start():
     for name, precision, peak in (("b200", "bf16", 2250e12), ("b200", "fp8", 4500e12), ("a100", "bf16", 312e12)):
         device = DEVICES[name]
         share = device.achievable.fp8 if precision == "fp8" else device.achievable.products
-        weights, core = flops.layer_multiply_adds(model, decoder=True)
+        _, core = flops.layer_multiply_adds(model, decoder=True)
         attention = device.achievable.products * device.peak("bf16")
-        products = 2 * weights / (share * peak) + 2 * core / attention + 5 * device.achievable.start
+        products = 2 * core / attention + 5 * device.achievable.start
+        for inner, columns in ((8192, 3 * 8192), (8192, 8192), (8192, 32768), (32768, 8192)):
+            filled = time.Product(8192, inner, columns).filled(device)
+            products += 2 * 8192 * inner * columns / (share * peak * filled)
         passes = time.BLOCK_PASSES * 2 * 8192 + time.FFN_PASSES * 32768 + 2 * 3 * 8192
         elements = 8192 * passes * 2 / (device.bandwidth * time.ELEMENTS)
         seconds = time._layer_seconds(replace(job, precision=precision), True, device).forward
@@ -194,7 +197,7 @@ def test_hugging_faces_modules_take_longer_than_fused_ones():
     assert slower["bf16"] > 1.5 and 1 < slower["fp32"] < slower["bf16"]
     plain = replace(LARGE, norm="rms")  # with a fused activation, and softmax in fp32
     fused = Job(plain, Parallel(), 16, 16, engine="megatron-core")
-    more = 16 * 512 * (2 * 15 * 1024 + 9.5 * 16 * 512) * 2 / (DEVICES["a100"].bandwidth * time.ELEMENTS)
+    more = 16 * 512 * (2 * 16 * 1024 + 9.5 * 16 * 512) * 2 / (DEVICES["a100"].bandwidth * time.ELEMENTS)
     one, other = (
         time._layer_seconds(job, False, DEVICES["a100"]).forward
         for job in (fused, replace(fused, engine="huggingface"))

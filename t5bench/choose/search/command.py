@@ -16,6 +16,8 @@ from t5bench.choose.search.next_run import Expected, Option, Search, SearchRun, 
 from t5bench.choose.search.picture import draw
 from t5bench.choose.search.runs import Moment, Runner, SearchState, name_of, remembered
 from t5bench.choose.space import MOST_AS_FAST, Candidate, Space, first_of_ties
+from t5bench.costmodel.job import Job
+from t5bench.costmodel.parameters import parameters
 from t5bench.costmodel.prediction import with_link
 from t5bench.costmodel.ties import TIES
 from t5bench.plan import run_lock
@@ -100,9 +102,17 @@ def launchable(args: argparse.Namespace, planned: Plan, tensor: int | None, pipe
 
 def option_of(name: str, candidate: Candidate) -> Option:
     """On CPUs, where nothing else is known of a process' memory, what it needs is what torch allocates and Python."""
-    memory = candidate.memory
-    needed = memory.needed if candidate.machine.device.memory else memory.peak + PYTHON
+    if candidate.machine.device.memory:
+        needed = candidate.memory.needed
+    else:
+        needed = replace(candidate, job=touched(candidate.job)).memory.peak + PYTHON
     return Option(name, candidate.job, candidate.machine, candidate.backend, needed)
+
+
+def touched(job: Job) -> Job:
+    """With a bucket for reductions that is no larger than the gradients: of the rest, a CPU's kernel has no pages."""
+    gradients = max(parameters(job.architecture, job.parallel, stage) for stage in range(job.parallel.pipeline))
+    return replace(job, zero=replace(job.zero, reduce_bucket=min(job.zero.reduce_bucket, gradients)))
 
 
 def that_may_be_fastest(ranked: Sequence[Candidate]) -> list[Candidate]:

@@ -2,9 +2,9 @@
 
     python tests/tools/nodes/measure_memory_limits.py DIRECTORY
 
-Run it as root on a machine that does nothing else. Every layout runs once without a limit, and what its fullest host
-used is recorded; then scripts/search.sh searches under three limits, at which a quarter, half and three quarters of the
-layouts need more. It leaves the runs in DIRECTORY, continues where it stopped, and writes DIRECTORY/searches.json.
+Run it as root on a machine that does nothing else. Short runs without a limit show what each kind of layout needs; then
+scripts/search.sh searches under three limits, at which a quarter, half and three quarters of the layouts need more. It
+leaves the runs in DIRECTORY, continues where it stopped, and writes DIRECTORY/searches.json.
 """
 
 import json
@@ -21,21 +21,25 @@ from tempfile import TemporaryDirectory
 REPOSITORY = Path(__file__).resolve().parents[3]
 sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "tests"), str(Path(__file__).parent)]
 
-from cluster_lab import SYSTEM_PATH, Cluster  # noqa: E402
+from cluster_lab import SYSTEM_PATH, Cluster, finished  # noqa: E402
 from measure_choices import SETTINGS, prepare, runner_of  # noqa: E402
 
 from t5bench.choose.search import command  # noqa: E402
 from t5bench.choose.search.runs import STATE, name_of  # noqa: E402
+from t5bench.choose.space import Candidate  # noqa: E402
 from t5bench.control_groups import counters, groups  # noqa: E402
 
 HOSTS = 2
-RATE = "1000mbit"
-# Large enough for layouts to differ by more than Python and its libraries take.
+# Layouts differ by more than Python and its libraries take, and an iteration is short.
 MODEL = {
     "ENCODER_NUM_LAYERS": "4", "DECODER_NUM_LAYERS": "4", "HIDDEN_SIZE": "384", "FFN_HIDDEN_SIZE": "1536",
-    "NUM_ATTENTION_HEADS": "4", "TRAIN_ITERS": "26",
+    "NUM_ATTENTION_HEADS": "4", "ENCODER_SEQ_LENGTH": "32", "DECODER_SEQ_LENGTH": "16", "TRAIN_ITERS": "26",
 }  # fmt: skip
 SHARES = (0.25, 0.50, 0.75)
+ITERATIONS = 3
+"""Of a run that shows what a layout needs."""
+RUNS = "5"
+"""The budget of a search."""
 EVERY = 0.05
 """Seconds between two looks at what a host uses."""
 # On a host: its own control group, which hides behind the new /sys otherwise.
@@ -69,7 +73,7 @@ class LimitedCluster(Cluster):
     def up(self) -> None:
         super().up()
         for host in self.addresses:
-            self.run(host, "bash", "-c", SEEN)
+            finished(self._inside(host, "-C", "-m", "--", "bash", "-c", SEEN))
 
     def limit(self, size: int) -> None:
         """Bytes of each host; -1 for no limit."""
@@ -115,20 +119,34 @@ def watched(parent: Path, found: list[int]) -> Iterator[None]:
 
 
 def measure_peaks(directory: Path, network: str, host: str) -> None:
-    """On the login host: runs every layout that the launchers can start, and writes what its fullest host used."""
+    """On the login host: what each layout's fullest host uses, in bytes.
+
+    The largest micro-batch of each kind runs for a few iterations; others differ from it as they are predicted to.
+    """
     runner, candidates = runner_of(directory, network, host)
     path = directory / PEAKS
-    peaks = json.loads(path.read_text()) if path.exists() else {}
-    for candidate in candidates:
-        name = name_of(candidate)
-        if name in peaks:
-            continue
-        found: list[int] = []
-        with watched(Path("/sys/fs/cgroup/memory"), found):
-            runner.measure(name, candidate)
-        option = command.option_of(name, candidate)
-        peaks[name] = {"bytes": found[0], "predicted": option.needed, "failed": runner.memory.failed.get(name, "")}
-        path.write_text(json.dumps(peaks, indent=1))
+    measured = json.loads(path.read_text()) if path.exists() else {}
+    kinds: dict[str, list[Candidate]] = {}
+    for candidate in sorted(candidates, key=lambda each: -each.job.micro_batch):
+        kinds.setdefault(f"{candidate.kind} {candidate.job.parallel}", []).append(candidate)
+    for largest, *others in kinds.values():
+        name = name_of(largest)
+        if name not in measured:
+            found: list[int] = []
+            settings = largest.settings() | {"TRAIN_ITERS": str(ITERATIONS), "LOG_INTERVAL": "1"}
+            with watched(Path("/sys/fs/cgroup/memory"), found):
+                fault = runner.train(directory / "runs" / name, largest.strategy, HOSTS, settings)
+            if fault:
+                raise SystemExit(f"{name}: {fault}")
+            measured[name] = {"bytes": found[0], "predicted": needed(largest), "measured": True}
+        for other in others:
+            size = measured[name]["bytes"] + needed(other) - needed(largest)
+            measured[name_of(other)] = {"bytes": int(size), "predicted": needed(other), "measured": False}
+        path.write_text(json.dumps(measured, indent=1))
+
+
+def needed(candidate: Candidate) -> float:
+    return command.option_of("", candidate).needed
 
 
 def limits_of(peaks: Mapping[str, Mapping[str, int]]) -> dict[float, int]:
@@ -150,8 +168,6 @@ def main(directory: Path) -> None:
         cluster = LimitedCluster(Path(lab) / "lab", HOSTS)
         try:
             cluster.up()
-            for node in cluster.nodes:
-                cluster.shape(node, RATE)
             environment = (
                 SETTINGS
                 | MODEL
@@ -179,9 +195,9 @@ def main(directory: Path) -> None:
             peaks = json.loads((every / PEAKS).read_text())
             for share, limit in limits_of(peaks).items():
                 cluster.limit(limit)
-                place = directory / f"search-{share:.0%}".replace("%", "")
+                place = folder(directory, share)
                 place.mkdir(exist_ok=True)
-                settings = {"RUNS_DIR": str(place), "NETWORK": str(network), "HOST_COST": str(host)}
+                settings = {"RUNS_DIR": str(place), "NETWORK": str(network), "HOST_COST": str(host), "RUNS": RUNS}
                 run(("bash", "scripts/search.sh"), place / "log", **settings)
                 cluster.limit(-1)
         finally:
@@ -190,38 +206,33 @@ def main(directory: Path) -> None:
 
 
 def report(directory: Path) -> None:
-    """What the searches found, beside what every layout needs and takes."""
-    every = directory / "every"
-    peaks = json.loads((every / PEAKS).read_text())
-    seconds = {name: each["seconds"] for name, each in json.loads((every / STATE).read_text())["outcomes"].items()}
+    """What the searches did, beside what every layout needs."""
+    peaks = json.loads((directory / "every" / PEAKS).read_text())
     rows = []
     for share, limit in limits_of(peaks).items():
-        state = json.loads((directory / f"search-{share:.0%}".replace("%", "") / STATE).read_text())
-        fitting = {name: seconds[name] for name, each in peaks.items() if each["bytes"] <= limit and name in seconds}
-        fastest = min(fitting, key=lambda name: fitting[name])
-        named = state["moments"][-1]["named"]
+        state = json.loads((folder(directory, share) / STATE).read_text())
+        last = state["moments"][-1] if state["moments"] else {}
         rows.append(
             {
                 "share of layouts that need more": share,
-                "limit in MiB": limit / 2**20,
-                "layouts": len(peaks),
+                "limit in MiB": round(limit / 2**20),
+                "ran": {name: each["seconds"] for name, each in state["outcomes"].items()},
                 "runs": sum(max(1, len(each["times"])) for each in state["outcomes"].values()),
                 "ran out": state["ran_out"],
                 "failed otherwise": {
                     name: why for name, why in state["failed"].items() if name not in state["ran_out"]
                 },
-                "named": named,
-                "named needs MiB": peaks[named]["bytes"] / 2**20,
-                "regret": seconds[named] / seconds[fastest] - 1,
-                "fastest that fits": fastest,
-                "possible regret": state["moments"][-1]["possible_regret"],
+                "would run out": [name for name, each in peaks.items() if each["bytes"] > limit],
+                "last": last,
                 "minutes": state["seconds"] / 60,
             }
         )
-    (directory / "searches.json").write_text(
-        json.dumps({"peaks": peaks, "seconds": seconds, "searches": rows}, indent=1)
-    )
+    (directory / "searches.json").write_text(json.dumps({"peaks": peaks, "searches": rows}, indent=1))
     print(json.dumps(rows, indent=1))
+
+
+def folder(directory: Path, share: float) -> Path:
+    return directory / f"search-{round(100 * share)}"
 
 
 if __name__ == "__main__":

@@ -58,14 +58,13 @@ def ours(case: Case) -> Answer:
     memory = prediction.memory
     if case.is_last_stage:
         memory = memory_of(case.job, case.job.parallel.pipeline - 1, device if device.memory else None)
-    seconds = prediction.time.total if prediction.time else 0.0
     return Answer(
-        seconds, memory.allocated, memory.peak, fits=prediction.chance_to_fit >= 0.5, rank=rank_of(prediction)
+        prediction.time.total if prediction.time else 0.0,
+        memory.allocated,
+        memory.peak,
+        fits=prediction.chance_to_fit >= 0.5,
+        rank=prediction.seconds_at_risk,
     )
-
-
-def rank_of(prediction: Prediction) -> float:
-    return prediction.time.total if prediction.time else 0.0
 
 
 def constant_mfu(case: Case) -> Answer:
