@@ -50,7 +50,7 @@ def union(result: Result, names: Sequence[str]) -> set[str]:
 
 
 def rows(result: Result) -> Iterator[tuple[str, ...]]:
-    yield "Gate", "Caught", NAME, "Missed", "Alarms", "Seconds a pair"
+    yield "Gate", "Caught", NAME, "Missed", "Alarms", "CPU seconds a pair"
     aside = {one["name"] for one in result.defects if one["aside"]}
     for name, score in result.scores.items():
         yield name, *shares(set(score.caught), aside, len(result.defects)), alarms(name, score, result), seconds(score)
