@@ -70,6 +70,7 @@ OWN = f"{ELSEWHERE} {OWN_NAME}"
         ("ddp", ["127.0.0.1", "1"], SLURM | {"HOSTS": TWO_HOSTS, "NODE_RANK": "0"}, ("127.0.0.1", 2, 1)),
         ("ddp", [], SLURM | {"HOSTS": TWO_HOSTS, "NODE_RANK": "0"}, ("127.0.0.1", 2, 0)),
         ("ddp", [], SLURM, ("127.0.0.8", 2, 1)),
+        ("ddp", [], SLURM | {"HOSTS": " "}, ("127.0.0.8", 2, 1)),
         ("ddp", [], BRACKETS, ("127.0.0.1", 2, 1)),
         ("ddp", [], BRACKETS | PART, ("127.0.0.3", 2, 1)),
         ("ddp", [], {"HOSTS": OWN, "MASTER_ADDR": ELSEWHERE}, (ELSEWHERE, 2, 1)),
@@ -115,7 +116,9 @@ def test_where_the_nodes_come_from(project: Project, strategy, arguments, enviro
         ([], {"GLOO_SOCKET_IFNAME": "^lo"}, "no-interface", "unset the variable"),
         (["0"], {}, "master-is-a-number", "host name, found '0'"),
         ([], {"NNODES": "2"}, "no-master", "no master host is known"),
-        ([], {"SLURM_JOB_NODELIST": "node[0-1]"}, "host-name", "'node[0-1]' is not a host name"),
+        ([], {"SLURM_JOB_NODELIST": "node[0-1]"}, "host-name", 'Write HOSTS="node0 node1"'),
+        ([], {"HOSTS": "root@node0 root@node1"}, "host-name", 'Write HOSTS="node0 node1"'),
+        (["tcp://node0:29500", "1"], {"NNODES": "2"}, "host-name", "it is a URL. Name the host alone: node0"),
     ],
 )  # fmt: skip
 def test_impossible_places(project: Project, arguments, environment, code, found):

@@ -127,6 +127,25 @@ def noisy(project: Project) -> None:
     project.add_stub("torchrun", stub.replace('echo "stub torchrun output"\n', prints))
 
 
+def fill(writer: int) -> None:
+    """Writes to a pipe what it holds."""
+    os.set_blocking(writer, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(writer, b"." * 4096)
+
+
+def test_a_note_before_the_plan_waits_for_no_reader(project: Project):
+    reader, writer = os.pipe()
+    fill(writer)
+    os.set_blocking(writer, True)
+    launcher = start(project, streams="192.0.2.7 1 --dry-run", stdout=subprocess.PIPE, stderr=writer)
+    printed, _ = launcher.communicate(timeout=40)
+    assert launcher.returncode == 0 and b"--nnodes 2" in printed
+    os.close(writer)
+    os.close(reader)
+
+
 @pytest.mark.parametrize(
     ("ends", "blocking", "full"),
     [
@@ -141,11 +160,8 @@ def test_a_pipe_that_nobody_reads(project: Project, ends: str, blocking: bool, f
     """A pager that waits, or a parent that only waits for the end."""
     noisy(project)
     reader, writer = os.pipe()
-    os.set_blocking(writer, False)
     if full:
-        with contextlib.suppress(BlockingIOError):
-            while True:
-                os.write(writer, b"." * 4096)
+        fill(writer)
     os.set_blocking(writer, blocking)
     settings = {"STUB_SLEEP": "300"} if ends == "TERM" else {}
     launcher = start(project, stdout=writer, stderr=writer, **settings)
