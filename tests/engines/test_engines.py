@@ -99,7 +99,7 @@ def test_both_engines_train_the_same_model(megatron_runs: Path, native_runs: Pat
 
 @pytest.mark.parametrize(
     ("trained", "tp", "evaluates"),
-    [("zero3_offload", "2", "tensor"), *nightly(("hybrid", "1", "ddp"))],
+    [("zero3", "2", "tensor"), *nightly(("hybrid", "1", "ddp"))],
 )
 def test_merged_weights_have_the_evaluated_loss(
     megatron_runs: Path, megatron_dir: Path, sample_data: Path, tmp_path: Path, trained: str, tp: str, evaluates: str

@@ -267,7 +267,7 @@ def test_an_earlier_release_s_checkpoint_is_written_anew(native_runs: Path, tmp_
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("before", "after"), [("zero3_offload", "tensor"), pytest.param("hybrid", "ddp", marks=pytest.mark.nightly)]
+    ("before", "after"), [("zero3", "tensor"), pytest.param("hybrid", "ddp", marks=pytest.mark.nightly)]
 )
 def test_a_run_of_megatron_continues_in_the_native_engine(
     megatron_runs: Path, sample_data: Path, tmp_path: Path, before: str, after: str
