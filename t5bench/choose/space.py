@@ -123,8 +123,9 @@ class Candidate(Prediction):
         if self.job.parallel.deepspeed and self.job.architecture.cross_attention:
             return ""  # DeepSpeed's pipeline has no encoder-decoder
         settings = self.settings()
-        settings |= {name: value for name, value in self.given.items() if name not in settings}
         words = [f"{name}={shlex.quote(value)}" for name, value in settings.items() if value]
+        # An empty one is chosen, too: PRECISION_FLAG='' is fp32.
+        words += [f"{name}={shlex.quote(value)}" for name, value in self.given.items() if name not in settings]
         launcher = f"bash scripts/run_megatron_t5_{self.strategy}.sh"
         place = "<master-host> <node-rank>" if int(settings["NNODES"]) > 1 else ""
         return " ".join(filter(None, [*words, launcher, place]))

@@ -183,7 +183,7 @@ def tried(
 ) -> Trial:
     """A short run. Raises Problem and Interrupted."""
     directory = runs_dir / row.name
-    planned = launch.ask(row, directory)
+    planned = launch.ask(row, runs_dir.parent / "plan")  # not where it may have run already
     refused = [obstacle.found for obstacle in planned.obstacles]
     if refused:
         return Trial(None, refused[0])

@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
         tell_duration(runs, args.runs_dir)
         began = run_all(launch, runs, args.runs_dir, args.retries, GOES_ON)
         if recipe:
-            run_with_recipe(recipe, args, runs)
+            run_with_recipe(recipe | {"MICRO_BATCH_SIZE": asked.first}, args, runs)
     finally:
         with contextlib.suppress(OSError, RecordError):
             list_by_start(args.runs_dir)
@@ -134,16 +134,20 @@ def asked_recipe(text: str) -> dict[str, str]:
     return found
 
 
-def run_with_recipe(recipe: Mapping[str, str], args: argparse.Namespace, runs: Mapping[Path, PlannedRun]) -> None:
-    """The sweep's fastest rows once more, with another recipe. Raises Problem and Interrupted."""
+def run_with_recipe(settings: Mapping[str, str], args: argparse.Namespace, runs: Mapping[Path, PlannedRun]) -> None:
+    """The sweep's fastest rows once more, with the settings of another recipe and the micro-batch of rows that say
+    none. Raises Problem and Interrupted."""
     complete = [load(directory) for directory in runs if is_complete(directory)]
     if not complete:
         return
     fastest = [row.run.directory.name for row in fastest_rows(build(complete))]
-    launch = Launch({**UNWATCHED, **recipe}, over_ssh=args.launch == "ssh")
+    launch = Launch({**UNWATCHED, **settings}, over_ssh=args.launch == "ssh")
     by_name = {row.name: row for row in runs.values()}
-    rows = [replace(by_name[name], plan=launch.ask(by_name[name], args.runs_dir / "plan")) for name in fastest]
-    note(f"the fastest rows with {shlex.join(f'{name}={value}' for name, value in recipe.items())}:")
+    rows = []
+    for name in fastest:
+        planned = launchers.accepted(launch.ask(by_name[name], args.runs_dir / "plan"))
+        rows.append(replace(by_name[name], plan=planned))
+    note(f"the fastest rows with {args.recipe}:")
     again = in_order(rows, args.repeats, args.runs_dir / RECIPE_RUNS)
     check_settings(again)
     run_all(launch, again, args.runs_dir / RECIPE_RUNS, args.retries, GOES_ON)

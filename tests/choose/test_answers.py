@@ -164,6 +164,16 @@ def test_a_models_file_is_started_by_the_command(capsys: pytest.CaptureFixture[s
     assert {each["missing"] for each in ranked} == {"no: --model"}
 
 
+def test_the_command_has_a_setting_that_is_chosen_to_be_empty(capsys: pytest.CaptureFixture[str], monkeypatch):
+    """PRECISION_FLAG='' trains in fp32; without it the command would train in bf16."""
+    words = ("layouts", "--gpus", 2, "--device", "h100", "--json")
+    monkeypatch.setenv("PRECISION_FLAG", "")
+    starts = [each["start"] for each in json.loads(answer(capsys, *words)[0])["2"] if each["start"]]
+    assert starts and all("PRECISION_FLAG='' " in start for start in starts)
+    monkeypatch.delenv("PRECISION_FLAG")
+    assert "PRECISION_FLAG" not in answer(capsys, *words)[0]
+
+
 def test_hours_and_money_to_a_number_of_tokens(capsys: pytest.CaptureFixture[str], config: Path):
     asked = ("--device", "h100", "--model", config, "--tokens", "20e9", "--price", 2.5)
     for command in (("layouts", "--gpus", 2), ("predict",)):
