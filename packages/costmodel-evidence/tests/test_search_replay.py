@@ -12,6 +12,7 @@ from t5bench.choose.search.capacity import Capacity
 from t5bench.choose.search.command import bound
 from t5bench.choose.search.next_run import (
     LEAST_RUNS,
+    UNLIKELY,
     Expected,
     Option,
     Search,
@@ -20,7 +21,7 @@ from t5bench.choose.search.next_run import (
     possible_regret,
     steps,
 )
-from t5bench.costmodel.machine import GIB, Link
+from t5bench.costmodel.machine import GIB, MIB, Link
 from t5bench.costmodel.memory import memory_of
 from t5bench_evidence import grid, replay
 from t5bench_evidence.replay import Replayed
@@ -263,3 +264,10 @@ def test_a_known_size_is_moved_by_what_runs_and_what_does_not():
     assert Capacity(size, [], [70 * GIB]).chance(72 * GIB) < before < Capacity(size, [75 * GIB], []).chance(72 * GIB)
     assert Capacity(0, [70 * GIB], []).chance(1000 * GIB) == 1.0, "nothing is known of the size"
     assert Capacity(0, [], [70 * GIB]).chance(69 * GIB) < 0.5 < Capacity(0, [], [70 * GIB]).chance(10 * GIB)
+
+
+def test_the_first_layout_that_runs_out_of_memory_does_not_rule_out_those_that_need_a_little_more():
+    """Where the device's size is not known. Some layout probably runs, or nobody would search."""
+    knowing = Capacity(0, [], [680 * MIB], least=678 * MIB)
+    assert Capacity(0, [], [680 * MIB]).chance(690 * MIB) < UNLIKELY < knowing.chance(690 * MIB)
+    assert knowing.chance(2 * 680 * MIB) < UNLIKELY

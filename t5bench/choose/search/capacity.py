@@ -24,8 +24,9 @@ CONTRADICTED = 1e-6
 class Capacity:
     """The distribution of the memory, in bytes, at which half of the layouts that need as much run."""
 
-    def __init__(self, size: int, ran: Sequence[float], ran_out: Sequence[float]) -> None:
-        """size: of the device, 0 where it is not known. ran, ran_out: what layouts need as predicted, in bytes."""
+    def __init__(self, size: int, ran: Sequence[float], ran_out: Sequence[float], least: float = 0.0) -> None:
+        """size: of the device, 0 where it is not known. ran, ran_out: what layouts need as predicted, in bytes. least:
+        what the smallest of all needs, which probably runs: nobody searches where nothing does."""
         self._points: list[tuple[float, float]] = []
         """(the logarithm of the memory, its probability); none where nothing is known."""
         if size:
@@ -34,7 +35,10 @@ class Capacity:
             self._points = _learnt(prior, ran, ran_out)
         if ran_out and not self._points:  # or the size is not what layouts have: others use the device, too
             largest = log(max([*ran, *ran_out]))
-            self._points = _learnt([(point, 1.0) for point in _steps(largest - BELOW, largest + ABOVE)], ran, ran_out)
+            low = largest - BELOW
+            if least:
+                low = max(low, log(least) - SHARED)
+            self._points = _learnt([(point, 1.0) for point in _steps(low, largest + ABOVE)], ran, ran_out)
 
     def chance(self, needed: float) -> float:
         """That a layout that needs so many bytes runs."""

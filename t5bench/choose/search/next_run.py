@@ -176,7 +176,8 @@ class Search:
         """What the runs say of the devices' memory."""
         ran = [option.needed for option in self.options if option.name in self.measured and option.needed]
         ran_out = [option.needed for option in self.options if option.name in self.ran_out and option.needed]
-        return Capacity(self.options[0].machine.device.memory, ran, ran_out)
+        least = min((option.needed for option in self.options if option.needed), default=0.0)
+        return Capacity(self.options[0].machine.device.memory, ran, ran_out, least)
 
     def expected(self) -> list[Expected]:
         """Of every option that has not failed."""
