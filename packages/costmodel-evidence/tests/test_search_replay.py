@@ -3,7 +3,7 @@
 import random
 from collections.abc import Sequence
 from dataclasses import replace
-from math import exp
+from math import exp, log
 from statistics import mean
 
 import pytest
@@ -18,6 +18,7 @@ from t5bench.choose.search.next_run import (
     Search,
     SearchRun,
     are_equal,
+    in_turn,
     possible_regret,
     steps,
 )
@@ -271,3 +272,11 @@ def test_the_first_layout_that_runs_out_of_memory_does_not_rule_out_those_that_n
     knowing = Capacity(0, [], [680 * MIB], least=678 * MIB)
     assert Capacity(0, [], [680 * MIB]).chance(690 * MIB) < UNLIKELY < knowing.chance(690 * MIB)
     assert knowing.chance(2 * 680 * MIB) < UNLIKELY
+
+
+def test_of_layouts_that_rather_run_out_of_memory_a_small_one_is_tried_before_a_faster_one():
+    option = Option("", grid.read()[0].job, grid.read()[0].machine)
+    small = Expected(option, log(1.1), 0.1, False, chance=0.4)
+    large = Expected(option, log(1.0), 0.1, False, chance=0.1)
+    likely = Expected(option, log(2.0), 0.1, False, chance=0.6)
+    assert sorted([large, small, likely], key=in_turn) == [likely, small, large]

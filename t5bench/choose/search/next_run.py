@@ -23,6 +23,8 @@ LEAST_RUNS = 3
 """Before these, the machine may still be unlike everything that the model knows."""
 UNLIKELY = 0.05
 """A layout is dropped if it is faster than the named one with less than this probability."""
+LEAST_CHANCE = 1e-6
+"""Of a layout to run at all, however often one tries."""
 MOST_REPEATS = 3
 """Of a layout that may be as fast as the named one, as far as one run can show."""
 SURPRISE = 3.0
@@ -213,8 +215,7 @@ class Search:
             left += [each for each in new_kinds if each not in left]
         if not measured:
             left.append(named)
-        # The fastest that rather runs than runs out of memory comes first.
-        left.sort(key=lambda each: (each.chance < 0.5, each.logarithm))
+        left.sort(key=in_turn)
         equals = [each for each in measured if each is not named and are_equal(each, named)]
         return Standing(
             named=named,
@@ -233,7 +234,7 @@ class Search:
         ran = {option.kind for option in self.options if option.name in self.measured}
         best: dict[tuple[bool, bool], Expected] = {}
         if ran:
-            for each in sorted(runnable, key=lambda each: (each.chance < 0.5, each.logarithm)):
+            for each in sorted(runnable, key=in_turn):
                 if each.option.kind not in ran:
                     best.setdefault(each.option.kind, each)
         return list(best.values())
@@ -301,6 +302,13 @@ class Search:
     @property
     def _is_young(self) -> bool:
         return len(self.measured) < min(LEAST_RUNS, len(self.options)) or not self._repeated
+
+
+def in_turn(each: Expected) -> tuple[bool, float]:
+    """The fastest that rather runs than runs out of memory comes first; of those that rather run out of it, the one
+    that is the fastest for the tries that it takes until one like it runs."""
+    is_risky = each.chance < 0.5
+    return is_risky, each.logarithm - (log(max(each.chance, LEAST_CHANCE)) if is_risky else 0.0)
 
 
 def with_faster_links(machine: Machine, factor: float) -> Machine:
