@@ -214,8 +214,8 @@ def resume(strategy: str, engine: Engine, runs: Path, tmp_path: Path) -> None:
     assert resumed.evaluations == later and later, "the same validation samples"
 
 
-ITERATIONS = 16
-SAVE_INTERVAL = 4
+ITERATIONS = 24
+SAVE_INTERVAL = 6
 NEWEST = 2 * SAVE_INTERVAL  # the last checkpoint that a killed run has
 
 
