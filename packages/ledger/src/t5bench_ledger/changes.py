@@ -204,11 +204,6 @@ WITHDRAWN = (
         "its loss is off by 0.43 %, and no file of plain PyTorch and DeepSpeed alone has shown it",
     ),
     Withdrawn(
-        (STAGE_0,), "bf16", "0.18.6",
-        "its norm is off by 3.2 % in this model, which rounding may explain: stage0_bf16_scaled.py prints the right"
-        " update under 0.19.8",
-    ),
-    Withdrawn(
         SHARDED, "clipping unset", "0.19.3",
         "gradient_clipping, if unset, is 1.0 since 0.19.3 (deepspeed#8068), as its documentation says: another recipe,"
         " no fault",

@@ -50,10 +50,9 @@ One iteration of the native engine (a tiny T5, four micro-batches or one, two pr
 one process and not timed: operators that PyTorch runs, copies among them, collectives, calls of Python functions of
 DeepSpeed, the memory that tensors hold after it, and how much more they hold at its peak. Two runs of a release count
 the same. A row says what changed against the release before it in the list; releases that changed nothing have none.
-The counts are this tiny model's, with DeepSpeed's JSON of ds_configs/. Where the table below says that ZeRO-3 moves
-36 % more bytes in 0.19.3, four other models moved 0 to 5 % more, and none with DeepSpeed's own default of
-`stage3_param_persistence_threshold`. Count your own model before you choose a release by its costs; launchers say
-nothing of them.
+The counts are this tiny model's, with DeepSpeed's JSON of ds_configs/; no other model was counted. What ZeRO-3 gathers
+depends on the sizes of the parameters and on `stage3_param_persistence_threshold`. Count your own model before you
+choose a release by its costs; launchers say nothing of them.
 
 More operators and more Python calls cost time where a GPU waits for the host: small layers, small micro-batches, fast
 GPUs. Collectives and bytes cost time everywhere. A count says nothing of how fast a kernel is.

@@ -206,6 +206,7 @@ class Worker:
                 text=True,
                 start_new_session=True,  # one group with the processes that it forks
             )
+        self.asked = 0
         self.versions = self._answer()
 
     def _answer(self) -> dict[str, Any]:
@@ -214,10 +215,15 @@ class Worker:
         return json.loads(line) if line else {"failed": f"its process ended with status {self.process.wait()}"}
 
     def train(self, cell: Mapping[str, Any]) -> dict[str, Any]:
+        """What became of a cell; an answer to another, for which nobody waited to its end, is passed over."""
         assert self.process.stdin
-        self.process.stdin.write(json.dumps(cell) + "\n")
+        self.asked += 1
+        self.process.stdin.write(json.dumps({**cell, "number": self.asked}) + "\n")
         self.process.stdin.flush()
-        return self._answer()
+        while True:
+            answer = self._answer()
+            if "failed" in answer or answer["number"] == self.asked:
+                return answer
 
     def end(self) -> None:
         """Ends it and what it trains, also in the middle of a cell."""

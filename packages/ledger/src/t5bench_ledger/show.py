@@ -48,11 +48,13 @@ def accusations() -> Iterator[Accusation]:
         yield Accusation(path, library, frozenset(fields["Strategies"]), frozenset(fields["Modes"]))
 
 
-def accusation_of(library: str, mode: str, strategy: str = "") -> Accusation | None:
-    """That of a mode, and of a strategy if one is named; a mode may also be called as the file is."""
+def accusation_of(library: str, mode: str, strategy: str = "", releases: Collection[str] = ()) -> Accusation | None:
+    """That of a mode, and of a strategy and of releases in which it ran if they are named; a mode may also be called as
+    the file is."""
     for each in accusations():
         is_of_mode = each.library == library and (mode in each.modes or mode == each.path.stem)
-        if is_of_mode and (not strategy or strategy in each.strategies):
+        is_of_strategy = not strategy or strategy in each.strategies
+        if is_of_mode and is_of_strategy and (not releases or each.shows(releases)):
             return each
     return None
 
@@ -61,7 +63,8 @@ def show(library: str, release: str, mode: str) -> int:
     """Prints the file and what it printed, and runs it; the exit status. Raises NoAnswer."""
     ((library, release),) = named(f"{library}=={release}").items()
     strategy, _, rest = mode.partition("/")
-    found = accusation_of(library, rest, strategy) if rest else accusation_of(library, mode)
+    asked = (library, rest, strategy) if rest else (library, mode)
+    found = accusation_of(*asked, releases=[release]) or accusation_of(*asked)
     if not found:
         known = "; ".join(f"{each.library} {each.path.stem}" for each in accusations())
         raise NoAnswer(f"no file shows '{mode}' of {library}", f"Choose a mode of one of these, or its name: {known}")

@@ -339,8 +339,8 @@ def listed_names(strategies: Iterable[str]) -> str:
 def shown(fault: ReleaseFault) -> str:
     """The file that shows it without this project."""
     for mode in fault.modes:
-        found = accusation_of(fault.software, mode, fault.strategy)
-        if found and fault.verdict == WRONG and found.shows(releases_in(fault.releases, fault.software)):
+        found = accusation_of(fault.software, mode, fault.strategy, releases_in(fault.releases, fault.software))
+        if found and fault.verdict == WRONG:
             return f"[{found.path.stem}](../src/t5bench_ledger/accusations/{found.path.name})"
     return "-"
 

@@ -35,7 +35,7 @@ def import_torch() -> dict[str, str]:
 
 
 def import_rest(tokenizer: str, *, with_deepspeed: bool) -> dict[str, str]:
-    """Imports what else the cells need; DeepSpeed's version."""
+    """Imports what else the cells need; DeepSpeed's version. tokenizer: "" if no cell needs the native engine."""
     versions = {}
     if with_deepspeed:
         import_deepspeed()
@@ -43,10 +43,13 @@ def import_rest(tokenizer: str, *, with_deepspeed: bool) -> dict[str, str]:
 
         versions["deepspeed"] = deepspeed.__version__
 
-    import native.train  # noqa: F401
-    from native.token_file import Vocabulary
+    if tokenizer:
+        import native.train  # noqa: F401
+        from native.token_file import Vocabulary
 
-    Vocabulary.load(tokenizer)
+        Vocabulary.load(tokenizer)
+    else:
+        import torch.distributed.fsdp  # noqa: F401
     gc.freeze()
     return versions
 
@@ -165,7 +168,8 @@ def main() -> None:
         return
     answer(versions)
     for line in sys.stdin:
-        answer(run_cell(json.loads(line)))
+        cell = json.loads(line)
+        answer({"number": cell["number"]} | run_cell(cell))
 
 
 if __name__ == "__main__":

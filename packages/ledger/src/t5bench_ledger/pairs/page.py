@@ -1,0 +1,161 @@
+"""What came out of pairs of settings: data/pairs.json, and pages/pairs.md from that alone."""
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from t5bench.record.files import write_whole
+from t5bench_ledger import tables
+from t5bench_ledger.modes import LIBRARY
+from t5bench_ledger.pairs.settings import ITERATIONS, MICRO_BATCHES, PROCESSES, Case, possible
+from t5bench_ledger.spans import DATA, public
+
+SUMMARY = DATA / "pairs.json"
+PAGE = tables.PAGES / "pairs.md"
+VERDICTS = ("equal", "refused", "crashes", "hangs", "does not run", "wrong")
+EXAMPLES = 3
+LONGEST_SENTENCE = 120
+
+BEGINNING = f"""\
+# Pairs of settings
+
+Most faults of the [ledger](ledger.md) need two settings that nobody tried together.
+Here pairs of settings are drawn at random, and the way of sharding too.
+A tiny model trains for {ITERATIONS} iterations of {MICRO_BATCHES} micro-batches on {PROCESSES} processes, on a CPU.
+Each loss, each gradient norm and the loss after the last update are compared with plain PyTorch's in one process.
+The bounds are those of the parity gate.
+
+```bash
+python -m t5bench ledger --pairs 2000 --seed 1                       # of the installed DeepSpeed and torch
+python -m t5bench ledger --pairs 2000 --seed 1 --releases 0.18.9     # of another release of DeepSpeed
+```
+
+A seed and a number give the same pair everywhere.
+What was trained is kept, so the same command continues after an interruption.
+[The settings](../src/t5bench_ledger/pairs/settings.py) are a list.
+[train.py](../src/t5bench_ledger/pairs/train.py) trains one pair, also under torchrun alone.
+
+"""
+MEANING = """\
+The pairs so far were tried on two cores that other work shared; a quiet machine tries more in an hour.
+
+*Refused*: an error with words before or while it trains.
+*Crashes*: an error by which no library refuses on purpose, such as an AttributeError.
+A finding is reduced by hypothesis: a setting, a micro-batch or an iteration is left out as long as the verdict stays.
+It is a place to look at, not yet an accusation: those stand in [the ledger](ledger.md), each with a file of its own.
+"""
+
+
+def summary(pairs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """For each library, release and seed: how many pairs ended how, how long they took, and the smallest findings.
+
+    pairs: lines of pairs.jsonl.
+    """
+    subjects: dict[tuple[str, str, str, int], list[Mapping[str, Any]]] = {}
+    for pair in pairs:
+        subjects.setdefault((pair["library"], pair["release"], pair["torch"], pair["seed"]), []).append(pair)
+    made = []
+    for (library, release, torch, seed), own in sorted(subjects.items()):
+        counts = Counter(pair["verdict"] for pair in own)
+        made.append(
+            {
+                "library": library,
+                "release": release,
+                "torch": torch,
+                "seed": seed,
+                "pairs": len(own),
+                "of": possible(library),
+                "seconds": round(sum(pair["seconds"] for pair in own)),
+                "verdicts": {verdict: counts[verdict] for verdict in VERDICTS if counts[verdict]},
+                "findings": findings(own),
+            }
+        )
+    return made
+
+
+def findings(pairs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Each smallest case once, the most frequent first, with the numbers of some pairs that were reduced to it."""
+    found: dict[str, dict[str, Any]] = {}
+    for pair in pairs:
+        if not pair["smallest"]:
+            continue
+        name = f"{pair['verdict']} {Case(**pair['smallest']).words}"
+        begin = {"case": pair["smallest"], "verdict": pair["verdict"], "said": pair["said"], "pairs": 0, "numbers": []}
+        entry = found.setdefault(name, begin)
+        entry["pairs"] += 1
+        if len(entry["numbers"]) < EXAMPLES:
+            entry["numbers"].append(pair["number"])
+    return sorted(found.values(), key=lambda entry: (-VERDICTS.index(entry["verdict"]), -entry["pairs"]))
+
+
+def title_of(entry: Mapping[str, Any]) -> str:
+    """ "DeepSpeed 0.19.8"."""
+    return f"{LIBRARY[entry['library']]} {entry['release'] or public(entry['torch'])}"
+
+
+def an_hour(entry: Mapping[str, Any]) -> int:
+    """Pairs in an hour."""
+    return round(entry["pairs"] / max(1, entry["seconds"]) * 3600)
+
+
+def in_words(entries: Sequence[Mapping[str, Any]]) -> str:
+    """A line for each library and seed."""
+    lines = []
+    for entry in entries:
+        counts = ", ".join(f"{count} {verdict}" for verdict, count in entry["verdicts"].items())
+        lines.append(
+            f"{title_of(entry)}, seed {entry['seed']}: {entry['pairs']} pairs: {counts}; {an_hour(entry)}/hour"
+        )
+    return "\n".join(lines)
+
+
+def markdown(entries: Sequence[Mapping[str, Any]]) -> str:
+    header = ["Release", "Torch", "Seed", "Pairs", "Of all", *VERDICTS, "Pairs an hour"]
+    rows = []
+    for entry in entries:
+        counts = [str(entry["verdicts"].get(verdict, 0)) for verdict in VERDICTS]
+        share = f"{entry['pairs'] / entry['of']:.0%} of {entry['of']}"
+        first = [title_of(entry), public(entry["torch"]), str(entry["seed"]), str(entry["pairs"]), share]
+        rows.append([*first, *counts, str(an_hour(entry))])
+    parts = [BEGINNING, tables.table(header, rows), MEANING]
+    for entry in entries:
+        parts.append(f"## {title_of(entry)}, seed {entry['seed']}\n")
+        parts.append(findings_table(entry["findings"]) if entry["findings"] else "No finding.\n")
+    return "\n".join(parts)
+
+
+def findings_table(entries: Sequence[Mapping[str, Any]]) -> str:
+    rows = []
+    for entry in entries:
+        case = Case(**entry["case"])
+        sizes = f"{case.iterations} x {case.micro_batches}, width {case.width}"
+        numbers = ", ".join(map(str, entry["numbers"]))
+        said = entry["said"][:LONGEST_SENTENCE].replace("|", "\\|")
+        rows.append([case.words.replace("|", "\\|"), sizes, entry["verdict"], said, str(entry["pairs"]), numbers])
+    header = [
+        "Smallest form",
+        "Iterations x micro-batches",
+        "Verdict",
+        "What differs, or the error",
+        "Pairs",
+        "Numbers",
+    ]
+    return tables.table(header, rows)
+
+
+def merged(kept: Sequence[Mapping[str, Any]], measured: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """What was measured, and what was kept of other releases and seeds."""
+    keys = ("library", "release", "torch", "seed")
+    names = [tuple(entry[key] for key in keys) for entry in measured]
+    others = [entry for entry in kept if tuple(entry[key] for key in keys) not in names]
+    return sorted([*others, *measured], key=lambda entry: tuple(entry[key] for key in keys))
+
+
+def write(entries: Sequence[Mapping[str, Any]]) -> None:
+    """Writes the data and the page, in which other releases and seeds stay. Raises OSError."""
+    kept = json.loads(SUMMARY.read_text()) if SUMMARY.exists() else []
+    every = merged(kept, entries)
+    lines = ",\n".join(json.dumps(entry) for entry in every)
+    write_whole(SUMMARY, f"[\n{lines}\n]\n")
+    write_whole(PAGE, markdown(every))
