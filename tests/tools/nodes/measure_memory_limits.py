@@ -27,7 +27,7 @@ from measure_choices import SETTINGS, prepare, runner_of  # noqa: E402
 from t5bench.choose.search import command  # noqa: E402
 from t5bench.choose.search.runs import STATE, name_of  # noqa: E402
 from t5bench.choose.space import Candidate  # noqa: E402
-from t5bench.control_groups import counters, groups  # noqa: E402
+from t5bench.control_groups import counters, groups, number  # noqa: E402
 
 HOSTS = 2
 # Layouts differ by more than Python and its libraries take, and an iteration is short.
@@ -105,8 +105,9 @@ def watched(parent: Path, found: list[int]) -> Iterator[None]:
     def watch() -> None:
         while not ended.wait(EVERY):
             for group in parent.glob("lab-*"):
-                used = counters(group / "memory.stat")
-                most[0] = max(most[0], used.get("total_rss", 0) + used.get("total_shmem", 0))
+                read = counters(group / "memory.stat")
+                files = read.get("total_active_file", 0) + read.get("total_inactive_file", 0)
+                most[0] = max(most[0], (number(group / "memory.usage_in_bytes") or 0) - files)
 
     thread = threading.Thread(target=watch)
     thread.start()
