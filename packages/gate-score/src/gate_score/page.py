@@ -20,7 +20,8 @@ Written by `python -m t5bench gate-score --page packages/gate-score`; do not edi
 
 Each gate is used as its documentation has it (`src/gate_score/gates.py` quotes where).
 They compare with the same recipe in one process.
-torchtitan's comparison and the bits of a log compare with the same layout before the mistake.
+torchtitan's comparison and the bits of a log compare with the same layout before the mistake; of honest pairs, with
+one process, but for those that are of one layout and differ in a seed that must not matter.
 {aside} of the {defects} defects were set aside by a draw that was committed before any gate was tried.
 `one of ours` is a union, and so is `before the first update`: `prove`, which trains nothing, and what
 `judge --locate` says of the first step alone, its initial weights and gradients.
@@ -73,7 +74,7 @@ def alarms(name: str, score: Score, result: Result) -> str:
 
 
 def seconds(score: Score) -> str:
-    return f"{score.seconds:.3f}"
+    return f"{score.seconds:.4f}"
 
 
 def markdown(lines: Sequence[Sequence[str]]) -> str:
