@@ -410,6 +410,9 @@ def _gpt_neox(values: Values, length: int) -> Architecture:
 
 
 def _phi(values: Values, length: int) -> Architecture:
+    usual = values.number("hidden_size") // values.number("num_attention_heads")
+    if values.flag("qk_layernorm") and _head_size(values) != usual:
+        raise ValueError(f"qk_layernorm norms heads of {usual} (hidden_size / num_attention_heads), not of head_dim")
     return _decoder(
         values,
         length,

@@ -233,6 +233,7 @@ QWEN2 = decoder("qwen2", 2, 64, 4, 4, 128, 100, use_sliding_window=True, max_win
 REFUSED: Sequence[tuple[Sizes, str]] = (
     ({"model_type": "mixtral", "num_local_experts": 8}, "has experts (num_local_experts)"),
     ({"model_type": "mamba2", "state_size": 128}, "layers with a state (state_size)"),
+    ({"model_type": "phi", "qk_layernorm": True, "head_dim": 24}, "qk_layernorm norms heads of"),
     ({"model_type": "bert"}, "does not know models of the type 'bert'"),
     (
         LLAMA | {"architectures": ["LlamaForSequenceClassification"]},
