@@ -20,6 +20,7 @@ The number after a strategy is that of its processes.
 Tiny models without dropout, on a CPU with gloo.
 `tests/native/continuations.py` trains them, and `continuations.json` beside this page has every pair.
 Before each continuation everything that the processes hold is made nan.
+Of a kind that `MODEL` takes, six set-ups drawn by its name continue each other in a ring.
 
 """
 
