@@ -234,9 +234,9 @@ EARLY_SIGNALS = [
     (number, send, slowed)
     for number in (signal.SIGUSR1, signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     for send in (os.kill, os.killpg)
-    for slowed in ("begin", "headline")
+    for slowed in ("prepared", "headline")
 ]
-EARLY_DAILY = [(signal.SIGINT, os.killpg, "begin"), (signal.SIGTERM, os.kill, "headline")]
+EARLY_DAILY = [(signal.SIGINT, os.killpg, "prepared"), (signal.SIGTERM, os.kill, "headline")]
 
 
 @pytest.mark.parametrize(
