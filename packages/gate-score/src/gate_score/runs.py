@@ -13,7 +13,8 @@ def train(kind: type[Trainer], recipe: Recipe, directory: Path) -> None:
     """Each rank writes directory/trace/rank<R>.jsonl, for `judge`, and directory/log<R>.jsonl, as trainers print it."""
     trainer = kind(recipe)
     directory.mkdir(parents=True, exist_ok=True)
-    trace = StepTrace(directory / TRACE, trainer.model, lambda name: own_part(trainer, name))
+    place = (0, 1) if trainer.layout == "one" else None
+    trace = StepTrace(directory / TRACE, trainer.model, lambda name: own_part(trainer, name), place=place)
     with (directory / f"log{trainer.rank}.jsonl").open("w") as file:
         for number in range(1, recipe.steps + 1):
             if recipe.resume_after and number == recipe.resume_after + 1:

@@ -323,6 +323,8 @@ class Follower:
             self.found(f"{name}: summed again by {reduction}, though these ranks have the same gradient")
         for reduction in self.origins.values_again:
             self.found(f"a value is summed again by {reduction}, though these ranks have the same")
+        if self.has_own_part and not self.times:
+            self.found("no gradient of any parameter reaches the optimizer")
         self.judge_factors()
         self.proof.not_followed = sorted(self.origins.not_followed)
 
