@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -198,7 +199,10 @@ def test_the_fastest_is_named_if_interleaved_repeats_show_it(tmp_path: Path, tim
         ({"status": "crashed"}, ["ddp (run 0/ddp)", "ddp (run 1/ddp)"]),
     ],
 )
-def test_runs_that_compute_differently_are_not_repeats(tmp_path: Path, changes: dict, labels: list[str]):
+def test_runs_that_compute_differently_are_not_repeats(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict, labels: list[str]
+):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})  # so that every process has one thread
     runs = make_run(tmp_path / "0" / "ddp"), make_run(tmp_path / "1" / "ddp", elapsed_ms=[10.0] * 30, **changes)
     comparison = compare(*runs, allowed=["engine_arguments"])
     assert [row.label for row in comparison.rows] == labels

@@ -258,18 +258,18 @@ def test_wandb_reads_the_file_as_it_was_meant(tmp_path: Path, odd: Any):
 def test_a_training_run_in_wandb_and_tensorboard(engine: str, request: pytest.FixtureRequest):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    place = request.getfixturevalue(f"{engine}_runs") / "zero1"
+    place = request.getfixturevalue(f"{engine}_runs") / "zero3"
     run = records.load(place)
 
     (start,) = entries(place, "run")
-    assert (start["run_group"], start["job_type"], start["display_name"]) == ("trial", "train", "megatron-zero1")
+    assert (start["run_group"], start["job_type"], start["display_name"]) == ("trial", "train", "megatron-zero3")
     assert not start.get("sweep_id")
     config = overview(place)["config"]
     recorded = recorder.wandb_config(run.nodes[0] | run.record)
     assert {key: config.get(key) for key in recorded} == recorded
     assert config["settings"]["WANDB_API_KEY"] == "given"
-    assert (config["strategy"], config["engine"], config["layout"]["dp"]) == ("zero1", engine, 2)
-    assert config["ds_config"]["zero_optimization"]["stage"] == 1
+    assert (config["strategy"], config["engine"], config["layout"]["dp"]) == ("zero3", engine, 2)
+    assert config["ds_config"]["zero_optimization"]["stage"] == 3
     assert config["train_iters"] == 20, "the engine's own arguments are there as well"
 
     history = [entry["item"] for entry in entries(place, "history")]

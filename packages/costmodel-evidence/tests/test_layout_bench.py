@@ -7,7 +7,7 @@ import pytest
 
 from t5bench import Problem
 from t5bench import __main__ as program
-from t5bench_evidence.layout_bench import cases, command, page, stored
+from t5bench_evidence.layout_bench import PEERS, bench, cases, page, stored
 from t5bench_evidence.layout_bench.cases import Case
 from t5bench_evidence.layout_bench.planners import OWN, Answer
 from t5bench_evidence.layout_bench.scores import score
@@ -103,10 +103,10 @@ def test_no_table_of_layouts(text: str, tmp_path: Path):
 @pytest.mark.slow  # predicts some 1,300 trainings
 def test_the_page_has_what_the_command_says():
     sets = cases.all_sets()
-    known = {peer: stored.stored(peer) for peer in stored.PEERS}
+    known = {peer: stored.stored(peer) for peer in PEERS}
     versions = {stored.module_of(peer).NAME: each.version for peer, each in known.items()}
-    text = command.PAGE.read_text()
-    assert page.generated(sets, command.entries_of(sets, known), versions) in text
+    text = bench.PAGE.read_text()
+    assert page.generated(sets, bench.entries_of(sets, known), versions) in text
     planners = {planner.name for planner in OWN} | set(versions)
     assert len(sets) >= 5 and len(planners) >= 6
     for each in sets:

@@ -16,8 +16,6 @@ from t5bench_evidence.layout_bench.cases import CaseSet
 from t5bench_evidence.layout_bench.planners import Answer, Inexpressible
 
 FIGURES = Path(__file__).with_name("figures")
-# By the name in --peer, the module that asks it.
-PEERS = ("megatron-lm", "deepspeed", "simumax", "calculon")
 COLUMNS = ("set", "case", "seconds", "allocated", "peak", "fits", "refused")
 
 

@@ -34,7 +34,7 @@ python -m t5bench ledger --pairs 2000 --seed 1 --releases 0.18.9     # of anothe
 A seed and a number give the same pair everywhere.
 What was trained is kept, so the same command continues after an interruption.
 [The settings](../src/t5bench_ledger/pairs/settings.py) are a list.
-[train.py](../src/t5bench_ledger/pairs/train.py) trains one pair, also under torchrun alone.
+[train.py](../src/t5bench_ledger/pairs/train.py) trains one pair.
 
 """
 MEANING = """\
