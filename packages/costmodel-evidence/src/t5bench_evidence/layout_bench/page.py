@@ -6,8 +6,8 @@ from typing import Any
 
 from t5bench import Problem
 from t5bench.report import svg
-from t5bench_evidence.layout_bench.cases import CaseSet
 from t5bench_evidence.layout_bench.bench import Entry, beside, cells, reasons
+from t5bench_evidence.layout_bench.cases import CaseSet
 
 BEGIN, END = "<!-- begin: python -m t5bench layout-bench --page -->", "<!-- end -->"
 PICTURE = "layoutbench.svg"
