@@ -17,8 +17,8 @@ from t5bench_verify import implied
 
 # Of these a plan says nothing else; docs/records.md lists them.
 SAID_ONCE = {
-    "MODEL_PRESET", "SHARE_GPUS", "RESUME", "SAMPLE_INTERVAL", "PEAK_TFLOPS", "WATCHDOG_SECONDS", "T5_RUN_SECRET",
-    "WANDB_API_KEY", "WANDB_MODE", "MEGATRON_DIR",
+    "MODEL_PRESET", "SHARE_GPUS", "RESUME", "RESUME_CHANGES", "SAMPLE_INTERVAL", "PEAK_TFLOPS", "WATCHDOG_SECONDS",
+    "T5_RUN_SECRET", "WANDB_API_KEY", "WANDB_MODE", "MEGATRON_DIR",
 }  # fmt: skip
 # Values that are right beside the same command: what "auto" and "default" would have decided too.
 ALSO_RIGHT = {"FLASH_ATTENTION": "off", "OVERLAP_COMM": "off", "DEVICE": "auto"}

@@ -354,7 +354,7 @@ def test_runs_are_packed_wherever_they_lie(tmp_path: Path, capsys: pytest.Captur
 
 
 def test_what_an_earlier_attempt_logged_is_read_again(tmp_path: Path, capsys: pytest.CaptureFixture):
-    run = make_run(tmp_path / "ddp", elapsed_ms=[100.0 + number % 7 for number in range(30)])
+    run = make_run(tmp_path / "ddp", elapsed_ms=[100.0 + number % 7 for number in range(30)], resume_from=20)
     log, metrics = run / "node0.log", run / "metrics.jsonl"
     lines, logged = metrics.read_text().splitlines(True), log.read_text().splitlines(True)
     metrics.write_text("".join([*lines[:20], '{"resumed_from": 20}\n', *lines[20:]]))

@@ -253,6 +253,8 @@ def _copies_of_the_plan(evidence: Evidence) -> Iterator[str]:
     plan = evidence.run.plan
     if plan.changed_at > plan.resume_from:
         yield f"the layout changed at iteration {plan.changed_at}, but the run continues from {plan.resume_from}"
+    if plan.recipe_changed_at > plan.resume_from:
+        yield f"the recipe changed at iteration {plan.recipe_changed_at}, but the run continues from {plan.resume_from}"
     lines = evidence.run.iterations
     if lines and lines[-1].begin != plan.resume_from and plan.value("EVAL_ONLY", "0") != "1":
         yield f"the last attempt begins after iteration {lines[-1].begin}, planned was {plan.resume_from}"
