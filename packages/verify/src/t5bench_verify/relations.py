@@ -234,7 +234,7 @@ def _command(evidence: Evidence) -> Iterator[str]:
 def _copies_of_the_plan(evidence: Evidence) -> Iterator[str]:
     """What the recorder wrote down of its plan, and where its attempt began."""
     for part in read_parts(evidence.run.directory):
-        of_node = {"changed_at": 0, **part["plan"]}
+        of_node = {"changed_at": 0, "recipe_changed_at": 0, "trained_samples": 0, **part["plan"]}
         data = part.get("data") or {}
         name = f"node{part['node']}"
         pairs = {
@@ -245,7 +245,7 @@ def _copies_of_the_plan(evidence: Evidence) -> Iterator[str]:
         for what, (recorded, planned) in pairs.items():
             if recorded is not None and recorded != planned:
                 yield f"{name} was recorded with the {what} {recorded}, and planned with {planned}"
-        for what in ("resume_from", "changed_at"):
+        for what in ("resume_from", "changed_at", "recipe_changed_at", "trained_samples"):
             if of_node[what] != getattr(evidence.run.plan, what):
                 yield f"{name} has the {what} {of_node[what]}, the run {getattr(evidence.run.plan, what)}"
         if of_node["hosts"] and len(of_node["hosts"]) != evidence.run.layout.nnodes:
