@@ -76,8 +76,7 @@ def consumed_samples(args: Namespace, before: Seal | None, iteration: int) -> in
 
 
 def planned_samples(args: Namespace, before: Seal | None) -> list[int]:
-    """Where each order of samples ends that the run uses: the first keeps to its end what it was planned to have, and
-    what a longer run needs beyond it has an order of its own."""
+    """The sample counts at which the orders of samples end: the planned run's, then that of what a longer run adds."""
     end = consumed_samples(args, before, args.train_iters)
     if before is None:
         return [end]

@@ -165,7 +165,7 @@ def budget(args: argparse.Namespace, memory: SearchState) -> Callable[[Search], 
 def found(
     search: Search, by_name: Mapping[str, Candidate], runner: Runner, may_go_on: Callable[[Search], bool]
 ) -> Standing:
-    """Searches until the named layout trains as DDP does, too. Raises Problem and Interrupted."""
+    """Searches until the check finds no difference between the named layout and DDP. Raises Problem and Interrupted."""
     memory = runner.memory
 
     def measure(option: Option) -> SearchRun | None:

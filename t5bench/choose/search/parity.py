@@ -60,7 +60,10 @@ def small_model(model: Architecture, parallel: Parallel) -> Architecture:
 
 
 def fault_of(name: str, candidate: Candidate, runner: Runner) -> str:
-    """Why a layout does not train as DDP does; "" if their curves agree. Raises Problem and Interrupted."""
+    """Why a layout does not train as DDP does; "" if their curves agree, whether or not they could show every mistake.
+
+    The gate prints which of the two it is. Raises Problem and Interrupted.
+    """
     common = settings_of(candidate)
     of_layout = {key: value for key, value in candidate.settings().items() if key in KEPT and value}
     of_ddp = {key: of_layout[key] for key in ("MODEL_FAMILY", "NNODES", "NPROC_PER_NODE", "ENGINE") if key in of_layout}

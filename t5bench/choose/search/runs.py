@@ -50,7 +50,7 @@ class SearchState:
     ran_out: list[str] = field(default_factory=list)
     """Layouts that ran out of memory, which are among those that failed."""
     parity: list[str] = field(default_factory=list)
-    """Layouts that train as DDP does."""
+    """Layouts in which the check found no difference from DDP."""
     seconds: float = 0.0
     """Spent on all runs."""
     moments: list[Moment] = field(default_factory=list)
