@@ -154,3 +154,10 @@ def check_module(path: Path) -> None:
             items = node.keys
         named = [item.value for item in items if isinstance(item, ast.Constant) and item.value in settings]
         assert len(named) <= MOST_SETTINGS_IN_A_LIST, named
+
+
+def test_no_two_files_of_tests_have_one_name():
+    """pytest imports a test file by its bare name, so one run collects all of them only while names differ."""
+    names = [path.name for folder in ("tests", "packages/*/tests") for path in REPO_ROOT.glob(f"{folder}/**/test_*.py")]
+    twice = {name for name in names if names.count(name) > 1}
+    assert not twice

@@ -215,10 +215,10 @@ def progress(standing: Standing, by_name: Mapping[str, Candidate], memory: Searc
     """One line."""
     named = by_name[standing.named.option.name].title
     if not standing.runs:
-        return f"{len(standing.left)} layouts may be the fastest, {standing.dropped} are surely slower"
+        return f"layouts that may be the fastest: {len(standing.left)}; that are surely slower: {standing.dropped}"
     return (
-        f"{standing.runs} runs, {memory.seconds / 60:.1f} min: {named} takes {standing.named.seconds:.4g} s; "
-        f"{bound(standing)}; {len(standing.left)} layouts left"
+        f"after run {standing.runs}, {memory.seconds / 60:.1f} min: {named} takes {standing.named.seconds:.4g} s; "
+        f"{bound(standing)}; layouts left: {len(standing.left)}"
     )
 
 
