@@ -1,6 +1,7 @@
 """The list of defects, and the gates' own arithmetic: trains nothing."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ pytest.importorskip("torch")
 from gate_score import gates, page
 from gate_score.defect import DEFECTS, OWN
 from gate_score.layouts import LAYOUTS
-from gate_score.plan import honest_trials, set_aside, trial_of
+from gate_score.plan import honest_trials, later, set_aside, trial_of
 from gate_score.processes import all_defects
 from gate_score.score import Result, Score
 
@@ -35,9 +36,14 @@ def test_each_defect_replaces_seams_that_its_layout_has():
 
 
 def test_a_third_is_set_aside():
-    aside = set_aside()
-    assert aside <= {one.name for one in DEFECTS}
-    assert len(aside) == len(DEFECTS) // 3
+    first = {one.name for one in DEFECTS} - later()
+    assert set_aside() <= first
+    assert len(set_aside()) == len(first) // 3
+
+
+def test_later_defects_are_of_the_list_and_public():
+    sources = {one.name: one.source for one in DEFECTS}
+    assert later() and OWN not in {sources[name] for name in later()}
 
 
 def test_each_honest_pair_is_another_one():
@@ -63,21 +69,28 @@ def made_up() -> Result:
     scores["prove"].caught = {"c": "not summed"}
     scores["judge"].alarms = {"honest/x": "the norm"}
     usual = {"kind": "loss", "layout": "data", "seen": "a loss", "needs": [], "shows": ["loss"]}
-    defects = [usual | {"name": name, "source": "owner/repository#1", "aside": name == "b"} for name in "abcd"]
-    defects[3]["needs"] = ["bf16"]
-    return Result(defects, scores, 10, 2, {"a": "the norm"}, 1.0, "PyTorch")
+    usual |= {"source": "owner/repository#1", "distance": 0.01}
+    defects = [usual | {"name": name, "aside": name == "b", "later": name == "c"} for name in "abcd"]
+    defects[3] |= {"needs": ["bf16"], "distance": 0.0}
+    return Result(defects, scores, 10, 2, {"a": "the norm"}, 1.0, 2.0, "PyTorch")
 
 
 def test_the_table_counts_unions():
     rows = {row[0]: row[1:] for row in page.rows(made_up())}
-    assert rows["judge"][:4] == ("2 of 4", "1 of 1", "2", "1 of 10")
-    assert rows["one of ours"][:4] == ("3 of 4", "1 of 1", "1", "1 of 10")
+    assert rows["judge"][:5] == ("2 of 4", "1 of 1", "0 of 1", "2", "1 of 10")
+    assert rows["one of ours"][:5] == ("3 of 4", "1 of 1", "1 of 1", "1", "1 of 10")
     assert rows["before the first update"][0] == "2 of 4"
+
+
+def test_pairs_that_were_left_out_raise_no_alarms():
+    rows = {row[0]: row[5] for row in page.rows(replace(made_up(), honest=0))}
+    assert rows["judge"] == rows["torchtitan's loss comparison"] == rows["one of ours"] == "not asked"
 
 
 def test_the_page_explains_what_is_missed_and_has_a_picture(tmp_path: Path):
     page.write_page(made_up(), tmp_path)
     text = (tmp_path / "SCORE.md").read_text()
     assert "| d | data | in bf16 the difference is" in text
+    assert "Those of 3 defects do; of the others what is logged alone is wrong: d." in text
     assert "[owner/repository#1](https://github.com/owner/repository/issues/1)" in text
     assert (tmp_path / "score.svg").read_text().startswith("<?xml")

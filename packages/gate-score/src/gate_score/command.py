@@ -21,8 +21,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from gate_score.page import table, write_page
+    from gate_score.processes import leave_out_future_warnings
     from gate_score.score import measure
 
+    leave_out_future_warnings()
     result = measure(arguments.directory, arguments.only, not arguments.no_honest)
     (arguments.directory / "score.json").write_text(json.dumps(result.to_json(), indent=1))
     print(table(result))

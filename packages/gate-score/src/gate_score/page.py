@@ -8,7 +8,9 @@ from gate_score.gates import OTHERS, OURS, REGRESSION
 from gate_score.score import Result, Score
 
 PICTURE = "score.svg"
-NAME = "of these set aside"
+ASIDE = "of these set aside"
+LATER = "of these later"
+NOT_ASKED = "not asked"
 TOP = """# The score
 
 Written by `python -m t5bench gate-score --page packages/gate-score`; do not edit.
@@ -22,7 +24,8 @@ Each gate is used as its documentation has it (`src/gate_score/gates.py` quotes 
 They compare with the same recipe in one process.
 torchtitan's comparison and the bits of a log compare with the same layout before the mistake; of honest pairs, with
 one process, but for those that are of one layout and differ in a seed that must not matter.
-{aside} of the {defects} defects were set aside by a draw that was committed before any gate was tried.
+{aside} of the first {first} defects were set aside by a draw that was committed before any gate was tried.
+{later} came later: found in public threads, and written down, when the judge and the parity check were finished.
 `one of ours` is a union, and so is `before the first update`: `prove`, which trains nothing, and what
 `judge --locate` says of the first step alone, its initial weights and gradients.
 
@@ -36,6 +39,8 @@ one process, but for those that are of one layout and differ in a seed that must
 `shows in`: where it is beyond the bounds of its precision: in rank 0's logged loss or norm, in a parameter's
 trace, or in copies of a parameter that differ between ranks.
 `found by`: of the gates, {letters}.
+`weights differ`: by how much the final ones differ from those of the same layout without the mistake, relative to
+their size. {harmless}
 A source "own" is a kind of mistake that this project plants; all mechanisms are written anew.
 
 {listed}
@@ -51,22 +56,32 @@ def union(result: Result, names: Sequence[str]) -> set[str]:
 
 
 def rows(result: Result) -> Iterator[tuple[str, ...]]:
-    yield "Gate", "Caught", NAME, "Missed", "Alarms", "CPU seconds a pair"
-    aside = {one["name"] for one in result.defects if one["aside"]}
+    yield "Gate", "Caught", ASIDE, LATER, "Missed", "Alarms", "CPU seconds a pair"
     for name, score in result.scores.items():
-        yield name, *shares(set(score.caught), aside, len(result.defects)), alarms(name, score, result), seconds(score)
+        yield name, *shares(set(score.caught), result), alarms(name, score, result), seconds(score)
     ours = union(result, tuple(OURS))
     wrong = {pair for name in OURS for pair in result.scores[name].alarms}
-    yield "one of ours", *shares(ours, aside, len(result.defects)), f"{len(wrong)} of {result.honest}", ""
+    found = f"{len(wrong)} of {result.honest}" if result.honest else NOT_ASKED
+    yield "one of ours", *shares(ours, result), found, ""
     early = set(result.before_the_first_update) | set(result.scores["prove"].caught)
-    yield "before the first update", *shares(early, aside, len(result.defects)), "", ""
+    yield "before the first update", *shares(early, result), "", ""
 
 
-def shares(caught: set[str], aside: set[str], of: int) -> tuple[str, str, str]:
-    return f"{len(caught)} of {of}", f"{len(caught & aside)} of {len(aside)}", str(of - len(caught))
+def shares(caught: set[str], result: Result) -> tuple[str, str, str, str]:
+    of = len(result.defects)
+    aside, later = part(result, "aside"), part(result, "later")
+    shares_of_parts = [f"{len(caught & one)} of {len(one)}" for one in (aside, later)]
+    return f"{len(caught)} of {of}", *shares_of_parts, str(of - len(caught))
+
+
+def part(result: Result, name: str) -> set[str]:
+    """name: aside or later."""
+    return {one["name"] for one in result.defects if one[name]}
 
 
 def alarms(name: str, score: Score, result: Result) -> str:
+    if not result.honest:
+        return NOT_ASKED
     found = f"{len(score.alarms)} of {result.honest}"
     if name in REGRESSION:
         found += f" ({score.alarms_in_the_same_layout} of {result.same_layout} in the same layout)"
@@ -94,8 +109,10 @@ def write_page(result: Result, folder: Path) -> None:
         ran=ran,
         picture=PICTURE,
         table=table(result),
-        aside=sum(one["aside"] for one in result.defects),
-        defects=len(result.defects),
+        aside=len(part(result, "aside")),
+        later=len(part(result, "later")),
+        first=len(result.defects) - len(part(result, "later")),
+        harmless=harmless(result),
         missed=missed(result),
         letters=", ".join(f"{letter} {name}" for name, letter in letters.items()),
         listed=listed(result, letters),
@@ -114,13 +131,21 @@ def missed(result: Result) -> str:
     return markdown(lines) if len(lines) > 1 else "None."
 
 
+def harmless(result: Result) -> str:
+    """In words: defects that no final weight shows."""
+    names = [one["name"] for one in result.defects if not one["distance"]]
+    differ = f"Those of {len(result.defects) - len(names)} defects do"
+    return f"{differ}; of the others what is logged alone is wrong: {', '.join(names)}." if names else f"{differ}."
+
+
 def listed(result: Result, letters: Mapping[str, str]) -> str:
-    lines = [("Kind", "Defect", "Layout", "Source", "What one sees", "Needs", "Shows in", "Found by")]
+    lines = [("Kind", "Defect", "Layout", "Source", "What one sees", "Needs", "Weights differ", "Shows in", "Found by")]
     for one in sorted(result.defects, key=lambda one: (one["kind"], one["name"])):
         found = "".join(letter for name, letter in letters.items() if one["name"] in result.scores[name].caught)
-        name = f"{one['name']} (set aside)" if one["aside"] else one["name"]
-        needs, shows = ", ".join(one["needs"]), ", ".join(one["shows"])
-        lines.append((one["kind"], name, one["layout"], source(one), one["seen"], needs, shows, found))
+        which = {"set aside": one["aside"], "later": one["later"]}
+        name = one["name"] + "".join(f" ({word})" for word, is_so in which.items() if is_so)
+        needs, shows, differ = ", ".join(one["needs"]), ", ".join(one["shows"]), f"{one['distance']:.1g}"
+        lines.append((one["kind"], name, one["layout"], source(one), one["seen"], needs, differ, shows, found))
     return markdown(lines)
 
 
@@ -131,24 +156,31 @@ def source(one: Mapping[str, Any]) -> str:
 
 
 def draw(result: Result, path: Path) -> None:
-    """A bar for each gate: caught of those that gates may have been tuned on, and of those set aside."""
+    """A bar for each gate: caught of those that gates may have been tuned on, of those set aside, and of later ones."""
     import matplotlib
 
     matplotlib.use("svg")
     matplotlib.rcParams["svg.hashsalt"] = "gate-score"
     from matplotlib import pyplot
 
-    aside = {one["name"] for one in result.defects if one["aside"]}
+    aside, later = part(result, "aside"), part(result, "later")
+    open_ones = {one["name"] for one in result.defects} - aside - later
+    parts = {
+        "defects that were open": (open_ones, "#3b6ea5"),
+        "defects set aside before": (aside, "#9dbbd9"),
+        "defects of later": (later, "#d9b99d"),
+    }
     names = [*OTHERS, *OURS]
-    seen = [len(set(result.scores[name].caught) - aside) for name in names]
-    unseen = [len(set(result.scores[name].caught) & aside) for name in names]
     figure, axes = pyplot.subplots(figsize=(8, 0.4 * len(names) + 1.2))
-    axes.barh(names, seen, color="#3b6ea5", label="defects that were open")
-    axes.barh(names, unseen, left=seen, color="#9dbbd9", label="defects set aside before")
+    ends = [0] * len(names)
+    for label, (defects, color) in parts.items():
+        counts = [len(defects & set(result.scores[name].caught)) for name in names]
+        axes.barh(names, counts, left=ends, color=color, label=label)
+        ends = [end + count for end, count in zip(ends, counts, strict=True)]
     for place, name in enumerate(names):
         wrong = len(result.scores[name].alarms)
-        words = f"{seen[place] + unseen[place]}, {wrong} false alarm{'' if wrong == 1 else 's'}"
-        axes.text(seen[place] + unseen[place] + 1, place, words, va="center", fontsize=8)
+        words = f"{ends[place]}, {wrong} false alarm{'' if wrong == 1 else 's'}"
+        axes.text(ends[place] + 1, place, words, va="center", fontsize=8)
     axes.invert_yaxis()
     axes.set_xlim(0, 1.3 * len(result.defects))
     axes.axvline(len(result.defects), color="grey", linewidth=0.8, linestyle=":")

@@ -3,14 +3,18 @@
 import json
 from pathlib import Path
 
-from gate_score.trainer import Recipe, Trainer
+import torch
+
+from gate_score.trainer import Recipe, Trainer, local
 from training_comparison.step_trace import OwnPart, StepTrace, trained_parameters
 
 TRACE = "trace"
+WEIGHTS = "weights"
 
 
 def train(kind: type[Trainer], recipe: Recipe, directory: Path) -> None:
-    """Each rank writes directory/trace/rank<R>.jsonl, for `judge`, and directory/log<R>.jsonl, as trainers print it."""
+    """Each rank writes directory/trace/rank<R>.jsonl, for `judge`, directory/log<R>.jsonl, as trainers print it, and
+    directory/weights<R>.pt, its part of the final weights."""
     trainer = kind(recipe)
     directory.mkdir(parents=True, exist_ok=True)
     place = (0, 1) if trainer.layout == "one" else None
@@ -29,6 +33,19 @@ def train(kind: type[Trainer], recipe: Recipe, directory: Path) -> None:
                 trace.step(number, trainer.own_loss(own))
 
             trainer.step(observe)
+    weights = {name: local(parameter.detach()) for name, parameter in trainer.parameters()}
+    torch.save(weights, directory / f"{WEIGHTS}{trainer.rank}.pt")
+
+
+def distance(directory: Path, other: Path) -> float:
+    """Of the final weights on all ranks, relative to the other's: 0 where every bit is equal."""
+    squares, whole = 0.0, 0.0
+    for path in sorted(other.glob(f"{WEIGHTS}*.pt")):
+        mine, its = (torch.load(place / path.name, weights_only=True) for place in (directory, other))
+        for name, weight in its.items():
+            squares += float((mine[name].double() - weight.double()).square().sum())
+            whole += float(weight.double().square().sum())
+    return (squares / whole) ** 0.5
 
 
 def own_part(trainer: Trainer, name: str) -> OwnPart | None:

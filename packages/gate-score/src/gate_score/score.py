@@ -11,8 +11,9 @@ import torch
 
 from gate_score.defect import DEFECTS, Defect
 from gate_score.gates import GATES, REGRESSION, first_step_alone, shows
-from gate_score.plan import Trial, honest_trials, set_aside, trial_of
-from gate_score.processes import run
+from gate_score.plan import Trial, honest_trials, later, set_aside, trial_of
+from gate_score.processes import run, say
+from gate_score.runs import distance
 
 
 @dataclass
@@ -40,6 +41,9 @@ class Result:
     before_the_first_update: dict[str, str]
     """Defects that prove, or the traces' first step, shows; and by what."""
     training_seconds: float
+    """Of this command; 0 where all trainings were there."""
+    seconds: float
+    """Of this command in all."""
     software: str
 
     def to_json(self) -> dict[str, Any]:
@@ -54,7 +58,10 @@ def measure(root: Path, chosen: Sequence[str] = (), with_honest: bool = True) ->
     begin = time.perf_counter()
     run(list(dict.fromkeys(job for trial in (*trials.values(), *pairs) for job in trial.jobs)), root)
     training_seconds = time.perf_counter() - begin
-    scores = {name: score(name, trials, pairs, root) for name in GATES}
+    scores = {}
+    for name in GATES:
+        say(f"{name} is asked about {len(trials)} defects and {len(pairs)} honest pairs")
+        scores[name] = score(name, trials, pairs, root)
     early = {name: first_step_alone(trial.pair(root)) for name, trial in trials.items()}
     return Result(
         [described(one, trials[one.name], root) for one in defects],
@@ -63,6 +70,7 @@ def measure(root: Path, chosen: Sequence[str] = (), with_honest: bool = True) ->
         sum(is_same_layout(trial) for trial in pairs),
         {name: said for name, said in early.items() if said},
         training_seconds,
+        time.perf_counter() - begin,
         f"Python {platform.python_version()}, PyTorch {torch.__version__}",
     )
 
@@ -109,5 +117,7 @@ def described(defect: Defect, trial: Trial, root: Path) -> dict[str, Any]:
         "seen": defect.seen,
         "needs": defect.needs,
         "shows": shows(trial.pair(root)),
+        "distance": distance(root / trial.tried.directory, root / trial.before.directory),
         "aside": defect.name in set_aside(),
+        "later": defect.name in later(),
     }

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from gate_score.defect import OWN, defect
-from gate_score.trainer import LENGTH, SAMPLES, STEPS_OF_AN_EPOCH, VOCABULARY, Batch
+from gate_score.trainer import LENGTH, SAMPLES, STEPS_OF_AN_EPOCH, VOCABULARY, Batch, Block
 
 
 @defect("data", "PatrickHua/SimSiam#16", "all ranks read the same samples")
@@ -148,3 +148,23 @@ class AddedWordsShareARow:
     def sample(self, number: int) -> tuple[Tensor, int, int]:
         tokens, begins, length = super().sample(number)
         return tokens.clamp(max=VOCABULARY - 2), begins, length
+
+
+@defect("data", "NVIDIA/Megatron-LM#411", "dropout stays off after the first evaluation", dropout=0.2)
+class DropoutStaysOff:
+    def drop(self, x: Tensor, place: int, batch: Batch) -> Tensor:
+        return x if self.done >= 4 else super().drop(x, place, batch)
+
+
+@defect("sequence", "PaddlePaddle/Paddle#7796", "every step drops the same units, as its seed is the same", dropout=0.2)
+class EveryStepDropsTheSame:
+    def draw_masks(self) -> None:
+        self.rng.manual_seed(self.recipe.seed)
+        super().draw_masks()
+
+
+@defect("tensor", "NVIDIA/Megatron-LM#7452", "recomputed activations are of other replicas' samples", recompute=True)
+class AnotherSampleIsRecomputed:
+    def inner(self, block: Block, x: Tensor) -> Tensor:
+        is_second = torch._C._current_graph_task_id() != -1
+        return super().inner(block, x.roll(int(is_second), 0))

@@ -384,3 +384,57 @@ class OneLayerIsFrozen:
     def clear(self) -> None:
         for _, parameter in self.parameters():
             parameter.grad = torch.zeros_like(parameter)
+
+
+@defect("fsdp2", "verl-project/verl#7835", "the head is no longer tied to the words, and keeps what it began with")
+class TieIsLost:
+    def wrap(self) -> None:
+        self.begun = self.model.embedding.weight.detach().clone()
+        super().wrap()
+
+    def head(self, model: Model, x: Tensor, batch: Batch) -> Tensor:
+        logits = F.linear(model.norm(x), self.begun.to(x.dtype))
+        return self.cross_entropy(logits.float(), batch.labels)
+
+
+@defect("zero1", "NVIDIA/Megatron-LM#4609", "gradients are added onto weights that were gathered into their buffer")
+class GatheredWeightsStayInTheGradients:
+    def clear(self) -> None:
+        super().clear()
+        if self.done:
+            weight = self.model.blocks[1].out.weight
+            weight.grad = weight.detach().clone()
+
+
+@defect("zero1", "NVIDIA/Megatron-LM#950", "one layer computes with the weights of the step before")
+class OneLayerIsAStepBehind:
+    def wrap(self) -> None:
+        super().wrap()
+        self.before = self.model.blocks[1].up.weight.detach().clone()
+
+    def forward_backward(self, batches: list[Batch], total: float) -> float:
+        weight = self.model.blocks[1].up.weight.detach()
+        now = weight.clone()
+        weight.copy_(self.before)
+        own = super().forward_backward(batches, total)
+        weight.copy_(now)
+        self.before = now
+        return own
+
+
+@defect("tensor", "hpcaitech/ColossalAI#242", "in each rank's part of the words one row is taken for padding's")
+class RowsLikePaddingGetNoGradient:
+    def words(self, model: Model, batch: Batch) -> Tensor:
+        own, is_own = self.own_words(batch.tokens)
+        return F.embedding(own, model.embedding.weight, padding_idx=3) * is_own[..., None]
+
+
+@defect("data", "ZebangCheng/Emotion-LLaMA#140", "a short last window waits for the next epoch", short=True)
+class AShortWindowWaits:
+    def update(self, step: int) -> None:
+        if not self.is_short(step):
+            super().update(step)
+
+    def clear(self) -> None:
+        if not self.is_short(self.done):
+            super().clear()

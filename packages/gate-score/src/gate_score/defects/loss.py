@@ -251,3 +251,26 @@ class WordsScatteredOverAnotherGroup:
         first = batch.tokens[:, : LENGTH // 2]
         tokens = torch.cat([first, first], 1)
         return super().words(model, Batch(tokens, batch.labels, batch.positions, batch.documents, batch.ids))
+
+
+@defect("context", "huggingface/transformers#36607", "labels shift in each part: its last token has none")
+class LabelAtTheEndOfAPartIsMissing:
+    def own(self, whole: Batch) -> Batch:
+        part = super().own(whole)
+        if self.rank < self.world - 1:
+            part.labels[:, -1] = IGNORED
+        return part
+
+
+@defect("data", "pytorch/pytorch#73205", "label smoothing counts padding, too", smoothing=0.1, uneven=True)
+class SmoothingCountsPadding:
+    def cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
+        of_padding = logits[labels == IGNORED].log_softmax(-1).mean(-1).sum()
+        return super().cross_entropy(logits, labels) - self.recipe.smoothing * of_padding
+
+
+@defect("data", "karpathy/autoresearch#357", "the logged loss alone is wrong: the last micro-batch's")
+class LogsTheLastMicroBatch:
+    def forward_backward(self, batches: list[Batch], total: float) -> float:
+        own = [super(LogsTheLastMicroBatch, self).forward_backward([batch], total) for batch in batches]
+        return own[-1] * len(batches)

@@ -153,3 +153,21 @@ class OneLayerIsStale:
     def load(self, saved: dict[str, Any]) -> None:
         begun = {name: parameter.detach()._local_tensor.clone() for name, parameter in self.parameters()}
         super().load(saved | {"weights": saved["weights"] | {"blocks.1.norm2.weight": begun["blocks.1.norm2.weight"]}})
+
+
+@defect("zero1", "NVIDIA/Megatron-LM#174", "the first update takes weights from before it was loaded", **RESUMED)
+class StaleMasterWeights:
+    def wrap(self) -> None:
+        super().wrap()
+        self.begun: dict[str, Tensor] = {}
+
+    def load(self, saved: dict[str, Any]) -> None:
+        self.begun = {name: parameter.detach().clone() for name, parameter in self.parameters()}
+        super().load(saved)
+
+    def update(self, step: int) -> None:
+        for name, parameter in self.parameters():
+            if self.begun:
+                parameter.detach().copy_(self.begun[name])
+        self.begun = {}
+        super().update(step)

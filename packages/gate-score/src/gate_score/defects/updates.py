@@ -165,3 +165,21 @@ class TableIsNotUpdated:
 class ScheduleStepsWithMicroBatches:
     def rate(self, step: int) -> float:
         return max(super().rate(step * self.recipe.micro_batches), 0.0)
+
+
+@defect("data", "NVIDIA/apex#1124", "Adam's moments are not corrected for beginning at zero")
+class NoBiasCorrection:
+    def adamw(self, weight: Tensor, gradient: Tensor, state: dict, rate: float, decay: Any) -> None:
+        super().adamw(weight, gradient, state | {"step": 10**6}, rate, decay)
+
+
+@defect("context", "tensorflow/addons#2282", "decay has the highest rate in all steps: it does not follow the schedule")
+class DecayDoesNotFollowTheSchedule:
+    def decay(self, name: str, parameter: Tensor) -> float:
+        return super().decay(name, parameter) * self.recipe.rate / self.rate(self.done + 1)
+
+
+@defect("tensor", "deepset-ai/FARM#46", "the schedule is too short: the last steps have a rate of zero")
+class ScheduleEndsEarly:
+    def rate(self, step: int) -> float:
+        return super().rate(step) if step < self.recipe.steps - 1 else 0.0
