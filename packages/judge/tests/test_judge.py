@@ -13,6 +13,7 @@ import pytest
 from t5bench_judge.__main__ import main
 from t5bench_judge.columns import Names
 from t5bench_judge.logs import read_log
+from t5bench_judge.meanings import Meaning, meaning_of
 
 STEPS = range(1, 21)
 Row = dict[str, float]
@@ -164,46 +165,97 @@ LOGS = Path(__file__).parent / "logs"
 FEW_DIGITS = "is logged with few digits"
 NO_NORM = "there is no gradient norm in"
 SAYS_NO_STEP = "says no step: its lines are counted"
+IN_OTHER_UNITS = "compared line by line, because the logs count steps in other units"
+NO_PRETRAINING = "a loss of reinforcement learning, which is no pretraining loss: it depends on what was sampled"
 # What trainers and people write of one training, with what judge says of it beside plain.jsonl.
 SHAPES = {
+    "a-row-for-each-metric.csv": (0, "EQUAL: 12 steps"),
     "array.json": (0, "EQUAL: 12 steps"),
+    "axolotl.log": (0, SAYS_NO_STEP),
     "blanks.txt": (0, "EQUAL: 12 steps"),
+    "bpb.jsonl": (2, "but a perplexity or a number of bits, which has fewer digits of the loss (train/bpb)"),
     "build-nanogpt.log": (3, FEW_DIGITS),
+    "camel.json": (0, "EQUAL: 12 steps"),
+    "clu.log": (0, "EQUAL: 12 steps"),
     "columns.json": (0, "EQUAL: 12 steps"),
+    "comet.csv": (0, "EQUAL: 12 steps"),
+    "compose.log": (0, "EQUAL: 12 steps"),
     "composer.log": (3, FEW_DIGITS),
+    "deepspeed-monitor": (0, IN_OTHER_UNITS),
+    "deepspeed-timers.log": (2, "says a loss: they say logging.py, Rank, step, skipped, lr"),
     "deepspeed.log": (3, NO_NORM),
-    "evaluations-alone.log": (2, "has no training loss, but eval loss"),
+    "detectron2.log": (3, FEW_DIGITS),
+    "docker.log": (0, "EQUAL: 12 steps"),
+    "espnet.log": (0, SAYS_NO_STEP),
+    "evaluations-alone.log": (2, "has no training loss, but an evaluation's loss (eval loss)"),
+    "evaluations-between.log": (0, "EQUAL: 12 steps"),
     "every-third.jsonl": (0, "EQUAL: 4 steps"),
+    "excel.csv": (0, "EQUAL: 12 steps"),
+    "fairseq-simple.log": (3, "loss is read as the loss, and not nll_loss"),
     "fairseq.log": (3, FEW_DIGITS),
+    "gan.csv": (2, "but the loss of one of two networks that train against each other (loss_G, loss_D)"),
+    "imagenet.log": (3, NO_NORM),
+    "keras-epochs.csv": (3, SAYS_NO_STEP),
     "key-value.log": (0, "EQUAL: 12 steps"),
     "lightning-metrics.csv": (0, "compared as if shifted by one step"),
+    "lightning-steps-and-epochs.csv": (0, "compared as if shifted by one step"),
+    "lingua.jsonl": (0, "EQUAL: 12 steps"),
     "litgpt.log": (3, NO_NORM),
+    "llamafactory.jsonl": (3, NO_NORM),
     "llm.c.log": (3, FEW_DIGITS),
+    "maxtext.jsonl": (0, "compared as if shifted by one step"),
+    "maxtext.log": (3, FEW_DIGITS),
     "means-of-three.jsonl": (0, "the loss of a line is the mean of its 3 steps"),
     "megatron-deepspeed.log": (0, "EQUAL: 12 steps"),
     "megatron-lm.log": (0, "EQUAL: 12 steps"),
+    "megatron-moe.log": (0, "EQUAL: 12 steps"),
+    "message.jsonl": (0, "EQUAL: 12 steps"),
+    "mindformers.log": (3, FEW_DIGITS),
+    "mindspore.log": (3, NO_NORM),
+    "mlflow": (0, "EQUAL: 12 steps"),
+    "mlperf.log": (3, NO_NORM),
+    "mmengine.log": (3, FEW_DIGITS),
+    "mnist.log": (3, IN_OTHER_UNITS),
+    "modded-nanogpt-evaluations.txt": (2, "has no training loss, but an evaluation's loss (val_loss)"),
     "nan-in-both.jsonl": (1, "the gradient norm of nan-in-both.jsonl is not a number at step 3"),
     "nanochat.log": (3, FEW_DIGITS),
     "nanogpt.log": (3, NO_NORM),
+    "nanotron.log": (3, FEW_DIGITS),
+    "nemo-progress.log": (3, FEW_DIGITS),
+    "nemo.log": (3, FEW_DIGITS),
+    "numbers-alone.csv": (2, "has numbers alone, and no line that says what they are"),
+    "olmo-core.log": (3, FEW_DIGITS),
+    "olmo-wandb.csv": (3, NO_NORM),
+    "olmo.log": (3, FEW_DIGITS),
+    "openrlhf.csv": (2, NO_PRETRAINING),
     "pandas.json": (0, "EQUAL: 12 steps"),
+    "perplexity.csv": (2, "which has fewer digits of the loss (perplexity)"),
     "pipes.md": (0, "EQUAL: 12 steps"),
     "plain.jsonl": (0, "both logs have the same numbers"),
     "plain.jsonl.gz": (0, "EQUAL: 12 steps"),
     "powershell.txt": (0, "EQUAL: 12 steps"),
     "resumed.jsonl": (0, "loss of steps 7 to 9 stand there twice, with values up to 1.0e-07 apart"),
+    "rich.txt": (0, "EQUAL: 12 steps"),
     "semicolons.csv": (0, "EQUAL: 12 steps"),
+    "smoothed.csv": (2, "but a smoothed or extreme value, and not a step's (loss_ema)"),
+    "stable-baselines.csv": (3, "agree in it only if they sampled alike"),
     "summary-alone.json": (2, "has one line with a loss: a summary, no curve"),
     "summary-row.csv": (0, "EQUAL: 12 steps"),
+    "swift.jsonl": (0, "EQUAL: 12 steps"),
     "tabs.tsv": (0, "EQUAL: 12 steps"),
     "tensorboard-scalar.csv": (2, "say so: --loss Value"),
     "torchtitan.log": (3, FEW_DIGITS),
+    "tqdm.log": (3, NO_NORM),
     "trainer_state.json": (1, "the gradient norm of trainer_state.json is not a number at step 1"),
     "transformers-5-console.log": (0, SAYS_NO_STEP),
     "transformers-console.log": (0, SAYS_NO_STEP),
     "transformers-notebook.tsv": (0, "EQUAL: 12 steps"),
+    "trl-ppo.jsonl": (2, NO_PRETRAINING),
     "two-ranks.log": (2, "has two values of loss at step 1"),
+    "verl.log": (2, NO_PRETRAINING),
     "wandb-export.csv": (3, NO_NORM),
     "wandb-history.jsonl": (0, "EQUAL: 12 steps"),
+    "xtuner.log": (3, FEW_DIGITS),
     "zero-based.jsonl": (0, "compared as if shifted by one step"),
 }
 
@@ -253,6 +305,53 @@ def test_what_is_not_a_number_in_both_logs_is_no_difference(capsys: pytest.Captu
 def test_steps_that_are_counted_or_written_otherwise(judged, lines: Callable[[list], list], status: int, said: str):
     found, printed = judged(lines(training()))
     assert (found, said in printed) == (status, True), printed
+
+
+@pytest.mark.parametrize(("digits", "changed", "status"), [(4, 1.0, 3), (4, 1.02, 1), (9, 1.0, 0)])
+def test_a_log_of_so_many_digits_is_given_their_rounding(judged, digits: int, changed: float, status: int):
+    """10.5098 is 10.51 there, and 9.8515 is 9.851: not one number of decimal places."""
+    near = [row | {"loss": row["loss"] + 4, "grad_norm": row["grad_norm"]} for row in training()]
+    short = [row | {"loss": float(f"{changed * row['loss']:.{digits}g}")} for row in near]
+    assert judged(short, plain=near)[0] == status
+
+
+def test_steps_in_other_units_are_compared_only_where_all_lines_agree(judged):
+    of_samples = training(lambda row: row.update(step=1000 * row["step"]))
+    assert judged(of_samples)[0] == 0
+    status, said = judged([row | {"loss": 1.1 * row["loss"]} for row in of_samples])
+    assert status == 2 and "the logs share no step" in said
+
+
+@pytest.mark.parametrize(
+    ("name", "meaning"),
+    [
+        ("train/CrossEntropyLoss", Meaning.LOSS),
+        ("trainLoss", Meaning.LOSS),
+        ("Training Loss [nats/token]", Meaning.LOSS),
+        ("train_lm_xent", Meaning.LOSS),
+        ("loss value", Meaning.LOSS),
+        ("span_corruption_loss", Meaning.UNKNOWN_LOSS),
+        ("heldout/nll", Meaning.EVALUATION),
+        ("losses/qf1_loss", Meaning.REINFORCEMENT),
+        ("loss/value_avg", Meaning.REINFORCEMENT),
+        ("entropy_loss", Meaning.REINFORCEMENT),
+        ("moe_load_balancing_loss", Meaning.PART),
+        ("loss_running", Meaning.SMOOTHED),
+        ("loss scale", Meaning.OTHER),
+        ("grad_norm", Meaning.OTHER),
+    ],
+)
+def test_the_words_of_a_name_say_what_it_means(name: str, meaning: Meaning):
+    assert meaning_of(name) == meaning
+
+
+def test_one_loss_of_an_unusual_name_is_read_with_a_note(judged):
+    renamed = [
+        {"step": row["step"], "span_corruption_loss": row["loss"], "gnorm": row["grad_norm"]} for row in training()
+    ]
+    status, said = judged(renamed)
+    assert status == 0 and "span_corruption_loss, the only one that speaks of a training's loss, is read as" in said
+    assert judged([row | {"other_task_loss": 1.0} for row in renamed])[0] == 2
 
 
 def test_lower_precision_is_no_gradient_that_was_not_zeroed(judged):

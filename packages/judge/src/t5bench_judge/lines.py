@@ -10,7 +10,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from t5bench_judge.columns import SUMMARY, Names, Row, is_loss, is_norm, is_step, number
+from t5bench_judge.columns import SUMMARY, Names, Row, by_step, columns_of, is_known, is_long, number, speaks_of_loss
+from t5bench_judge.meanings import KINDS, Meaning, is_loss, is_norm, is_step, meaning_of
 
 COLOURS = re.compile(r"\x1b\[[0-9;:?]*[A-Za-z]")
 DELIMITERS = (",", "\t", ";", "|")
@@ -19,15 +20,16 @@ MOST_LINES_BEFORE = 50  # of a table
 VALUE = re.compile(r"(?:^|[\s:=])[-+]?\d\S*$")
 # A name of one or more words, a colon, an equals sign or a blank, and a number that no unit follows.
 PAIR = re.compile(
-    r"(?P<name>[A-Za-z_][\w/().@#-]*(?: [A-Za-z_(][\w/().@#-]*){0,5}?)(?:\s*[:=]\s*|\s+)\[?"
+    r"(?P<name>[A-Za-z_][\w/().@#-]*(?: [A-Za-z_(][\w/().@#-]*){0,5}?)(?:\s*[:=]\s*|\s+is\s+|\s+)\[?\s*"
     r"(?P<value>[-+]?(?:\d{1,3}(?:,\d{3})+(?!\d)|(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?|nan|inf(?:inity)?))(?![\w.])",
     re.IGNORECASE,
 )
-# Words with which a name is no training loss, wherever they stand.
-OTHERS = {
-    "val", "valid", "validation", "eval", "evaluation", "test", "dev", "aux", "auxiliary", "z", "kl", "best", "min",
-    "max", "smoothed", "ema", "mtp", "router", "balancing", "balance", "no", "without",
-}  # fmt: skip
+# How far a training is, without a word for it: 12/100, or [12]. No date, and no part of a path.
+COUNT = re.compile(
+    r"(?<![\w./:-])(?P<slash>\d+)(?:\.\d+it)?\s*/\s*(?P<total>\d+)(?:it)?(?![\w./:-])|\[\s*(?P<bracket>\d+)\]"
+)
+BOXES = str.maketrans("│┃║", "|||")
+NUMBERS = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?|nan|inf", re.IGNORECASE)
 
 
 def without_colours(text: str) -> str:
@@ -52,6 +54,34 @@ def json_rows(text: str) -> list[Row] | None:
             except (ValueError, RecursionError):
                 continue  # a last line that was not written whole, or a line of Python's
     return rows or None
+
+
+def json_after_words(text: str) -> list[Row]:
+    """Of lines that end with a JSON object, behind what a logger or a container writes before it; [] if not all of
+    those that have one do."""
+    rows = []
+    for line in text.splitlines():
+        before, brace, rest = line.partition("{")
+        if not (before.strip() and brace):
+            continue
+        try:
+            rows += rows_of_value(json.loads(brace + rest))
+        except (ValueError, RecursionError):
+            return []
+    return rows
+
+
+def text_in(rows: Sequence[Row], names: Names) -> str:
+    """The lines that a program printed, of JSON that a collector of logs put around each; "" if the JSON itself says a
+    loss, or no text in it does."""
+    names_of_columns = columns_of(rows)
+    if speaks_of_loss(names_of_columns, names):
+        return ""
+    for column in names_of_columns:
+        texts = [row[column] for row in rows if isinstance(row.get(column), str)]
+        if any(speaks_of_loss(printed_row(text, names), names) for text in texts):
+            return "\n".join(texts)
+    return ""
 
 
 def rows_of_value(value: Any) -> list[Row]:
@@ -95,14 +125,15 @@ def flat(row: Mapping[str, Any], before: str = "") -> dict[str, Any]:
 
 def table_rows(text: str, names: Names) -> list[Row] | None:
     """The rows below a line of names; None if no line names a loss, with numbers below it."""
-    lines = [line for line in text.splitlines() if line.strip()]
+    lines = [line for line in text.translate(BOXES).splitlines() if line.strip()]
     for at, line in enumerate(lines[:MOST_LINES_BEFORE]):
         for delimiter in (*DELIMITERS, ""):
             header = _cells(line.lstrip("# "), delimiter)
-            if is_header(header) and any(is_loss(cell) or names.has(cell) for cell in header):
-                rows = list(_rows_below(header, lines[at + 1 :], delimiter))
-                if rows:
-                    return rows
+            if not is_header(header) or not (speaks_of_loss(header, names) or is_long(header)):
+                continue
+            rows = list(_rows_below(header, lines[at + 1 :], delimiter))
+            if rows and speaks_of_loss(columns_of(by_step(rows)), names):
+                return rows
     return None
 
 
@@ -153,12 +184,18 @@ def likely_columns(text: str) -> list[str]:
 
 def printed_rows(text: str, names: Names) -> list[Row]:
     """A row for each line that says a loss, with its step and norm."""
-    rows = [printed_row(line, names) for line in text.splitlines() if not any(word in line for word in SUMMARY)]
-    with_loss = [row for row in rows if says_loss(row, names)]
-    steps = [row for row in rows if row and all(map(is_step, row))]
-    if any(is_step(name) for row in with_loss for name in row) or len(steps) < len(with_loss):
+    lines = [line for line in text.splitlines() if not any(word in line for word in SUMMARY)]
+    rows = [printed_row(line, names) for line in lines]
+    says = [says_loss(row, names) for row in rows]
+    if not any(says):
+        says = [speaks_of_loss(row, names) for row in rows]
+    with_loss = [row for row, does in zip(rows, says, strict=True) if does]
+    if any(is_step(name) for row in with_loss for name in row):
         return with_loss
-    return blocks(rows)
+    steps = [row for row in rows if row and all(map(is_step, row))]
+    if with_loss and len(steps) >= len(with_loss):
+        return blocks(rows)
+    return with_counts(with_loss, [line for line, does in zip(lines, says, strict=True) if does])
 
 
 def says_loss(row: Row, names: Names) -> bool:
@@ -176,33 +213,64 @@ def blocks(rows: Sequence[Row]) -> list[Row]:
     return list(found)
 
 
+def with_counts(rows: Sequence[Row], lines: Sequence[str]) -> list[Row]:
+    """Of lines without a word for the step: with the count in them that never falls, if there is one. A progress bar
+    that was drawn again for the same count is one row."""
+    counts = [
+        [(match["slash"] or match["bracket"], match["total"]) for match in COUNT.finditer(line)] for line in lines
+    ]
+    for place in range(min(map(len, counts), default=0)):
+        of_lines = [int(count[place][0]) for count in counts]
+        totals = {count[place][1] for count in counts}
+        if len(totals) == 1 and len(set(of_lines)) > 1 and of_lines == sorted(of_lines):
+            return list(
+                {count: dict(row) | {"step": count} for count, row in zip(of_lines, rows, strict=True)}.values()
+            )
+    return list(rows)
+
+
 def printed_row(line: str, names: Names) -> dict[str, str]:
-    """What a line says of a step, a loss or a norm, and of whatever the user named; the first of each name counts."""
+    """What a line says of a step, a loss or a norm, and of whatever the user named; the first of each name counts.
+
+    {} for a line of an evaluation, whose word for it stands before a plain "loss".
+    """
     row: dict[str, str] = {}
-    for match in PAIR.finditer(line.replace('"', "").replace("'", "")):
+    text = line.replace('"', "").replace("'", "")
+    before = 0
+    for match in PAIR.finditer(text):
         name = known_end(match["name"], names)
         if name:
+            unread = text[before : match.start()] + match["name"].removesuffix(name)
+            if _is_evaluation(unread) and not any(map(is_loss, row)):
+                return {}
             row.setdefault(name, match["value"].replace(",", ""))
+        before = match.end()
     return row
+
+
+def names_in(text: str) -> list[str]:
+    """Whatever stands before a number in the first lines."""
+    return list(dict.fromkeys(match["name"] for match in PAIR.finditer(text[:10_000])))
+
+
+def _is_evaluation(text: str) -> bool:
+    return any(word.strip("[]():|-").lower() in KINDS[Meaning.EVALUATION] for word in text.split())
 
 
 def known_end(name: str, names: Names) -> str:
     """The longest end of a name that is known: 'INFO lm loss' ends with 'lm loss'; "" if none is."""
     words = name.split(" ")
-    for start in range(len(words)):
-        end = " ".join(words[start:])
-        if names.has(end) or is_step(end):
+    ends = [" ".join(words[start:]) for start in range(len(words))]
+    if meaning_of(name) not in (Meaning.OTHER, Meaning.LOSS, Meaning.UNKNOWN_LOSS):
+        ends = [end for end in ends if meaning_of(end) == meaning_of(name)][-1:]  # 'INFO eval loss' is no 'loss'
+    for end in ends:
+        if names.has(end) or is_step(end) or is_norm(end) or is_loss(end):
             return end
-        parts = {part for word in words for part in re.split(r"[/_.()-]+", word.lower())}
-        if not parts & OTHERS and (is_loss(end) or is_norm(end)):
-            return end
-    return ""
+    return next((end for end in ends[::-1] if is_known(end, names)), "")
 
 
-def other_losses(text: str) -> list[str]:
-    """Names with a number that speak of a loss, none of the training."""
-    found = {}
-    for match in PAIR.finditer(text[:100_000].replace('"', "").replace("'", "")):
-        if "loss" in match["name"].lower():
-            found[match["name"]] = None
-    return list(found)
+def is_numbers_alone(text: str) -> bool:
+    """Whether each line has the same number of numbers, and no names."""
+    lines = [re.split(r"[,;|\s]+", line.strip()) for line in text.splitlines() if line.strip()]
+    are_numbers = all(NUMBERS.fullmatch(word) for line in lines for word in line)
+    return are_numbers and len({len(line) for line in lines}) == 1

@@ -8,7 +8,8 @@ import gzip
 import io
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any
 from t5bench_judge import columns, lines
 from t5bench_judge.columns import Names, Row
 from t5bench_judge.event_files import tensorboard_rows, wandb_rows
-from training_comparison.curves import TOLERANCE, Curves, relative_difference
+from training_comparison.curves import TOLERANCE, Curves, exact, relative_difference
 from training_comparison.given_files import read_file
 from training_comparison.problem import Problem
 from training_comparison.traces import Trace, is_trace, read_trace
@@ -27,6 +28,9 @@ REMEDY = (
     "the trainer prints, trainer_state.json, TensorBoard's or W&B's offline files, or a run directory"
 )
 MOST_LOG_BYTES = 1 << 28
+MOST_METRICS = 1000  # files of a directory that has one for each
+# MLflow's file of one metric: milliseconds, the value, the step.
+METRIC_LINE = re.compile(r"\d{12,14} (?P<value>\S+) (?P<step>\d+)(?: \S+)*")
 TRAINING_ROLES = ("model", "recipe")  # of settings that decide what is trained
 MOST_DIGITS = 17  # a float64's
 SAME = TOLERANCE["fp32"].loss  # relative: a step that stands twice has one value
@@ -92,8 +96,17 @@ def of_text(name: str, text: str, names: Names) -> Log:
     if text.lstrip().startswith(("{", "[")):
         rows = lines.json_rows(text)
         if rows:
+            printed = lines.text_in(rows, names)
+            if printed:
+                return of_text(name, printed, names)
             source = "transformers" if '"log_history"' in text[:100_000] else "JSON"
             return of_rows(name, source, rows, names)
+    rows = metric_rows(name, text)
+    if rows:
+        return of_rows(name, "MLflow", rows, names)
+    rows = lines.json_after_words(text)
+    if rows:
+        return of_rows(name, "JSON", rows, names)
     rows = lines.table_rows(text, names)
     if rows is not None:
         return of_rows(name, "table", rows, names)
@@ -101,6 +114,14 @@ def of_text(name: str, text: str, names: Names) -> Log:
     if rows:
         return of_rows(name, "lines", rows, names)
     raise _no_loss(name, text)
+
+
+def metric_rows(name: str, text: str) -> list[Row]:
+    """Of MLflow's file of one metric, which is called as the metric: a time in ms, a value and a step a line; [] of
+    any other."""
+    found = [METRIC_LINE.fullmatch(line) for line in text.splitlines() if line.strip()]
+    rows = [{"step": line["step"], name: line["value"]} for line in found if line]
+    return rows if len(rows) == len(found) else []
 
 
 def _no_loss(name: str, text: str) -> Problem:
@@ -111,11 +132,12 @@ def _no_loss(name: str, text: str) -> Problem:
         return Problem(
             f"{name} has no column that is called a loss", f"Name one with --loss: {columns.in_words(found)}"
         )
-    others = lines.other_losses(text)
-    if others:
-        said = f"{name} has no training loss, but {columns.in_words(others)}"
-        return Problem(said, f"Name one with --loss, or: {REMEDY}")
-    return Problem(f"no line of {name} says a loss", REMEDY)
+    if lines.is_numbers_alone(text):
+        said = f"{name} has numbers alone, and no line that says what they are"
+        return Problem(said, "Put a line of names above them, such as: step,loss,grad_norm")
+    said = lines.names_in(text)
+    instead = f": they say {columns.in_words(said)}" if said else ""
+    return Problem(f"no line of {name} says a loss{instead}", REMEDY)
 
 
 def text_of(path: Path) -> str:
@@ -159,7 +181,26 @@ def _of_directory(path: Path, names: Names) -> Log:
             raise Problem(f"{path} holds {len(found)} logs ({listed} ...)", "Name one of them")
         if found:
             return read_log(found[0], names)
+    rows = _rows_of_metrics(path)
+    if rows:
+        return of_rows(path.name, "a file for each metric", rows, names)
     raise Problem(f"{path} holds no run, no TensorBoard events, no W&B run and no log", REMEDY)
+
+
+def _rows_of_metrics(path: Path) -> list[Row]:
+    """Of a directory with a file for each metric: MLflow's, in it or in its metrics/, or CSV files of a step and a
+    value."""
+    rows: list[Row] = []
+    metrics = path / "metrics" if (path / "metrics").is_dir() else path
+    for file in sorted(file for file in metrics.rglob("*") if file.is_file())[:MOST_METRICS]:
+        name = file.relative_to(metrics).as_posix()
+        if file.suffix == ".csv":
+            text = text_of(file)
+            of_header = text.partition("\n")[0].rpartition(",")[2]
+            rows += lines.table_rows(text, Names(norm=of_header)) or []
+        elif not file.suffix:
+            rows += metric_rows(name, text_of(file))
+    return rows
 
 
 def _of_run(path: Path) -> Log:
@@ -222,13 +263,13 @@ def of_rows(name: str, source: str, rows: Sequence[Row], names: Names) -> Log:
     rows = [row for row in rows if not columns.sums_up(row)]
     if not rows:
         raise Problem(f"{name} has no log line", REMEDY)
+    rows = columns.by_step(rows)
     notes: list[str] = []
-    found = columns.columns_of(rows)
-    loss_name = columns.value_column(name, "loss", names.loss, rows, columns.is_loss, notes)
-    if not loss_name:
-        listed = columns.in_words(found)
-        raise Problem(f"{name} has no column that is called a loss", f"Name one with --loss: {listed}")
-    norm_name = columns.value_column(name, "norm", names.norm, rows, columns.is_norm, notes)
+    loss_name = columns.loss_column(name, names.loss, rows, notes)
+    norm_name = columns.norm_column(name, names.norm, rows, notes)
+    sampled = columns.note_of_sampling(name, columns.columns_of(rows))
+    if sampled:
+        notes.append(sampled)
     with_loss = columns.columns_of([row for row in rows if columns.number(row.get(loss_name)) is not None])
     step_name = columns.step_column(name, names.step, with_loss)
     if not step_name:
@@ -250,9 +291,9 @@ def values_of(rows: Sequence[Row], step_name: str, column: str) -> Iterator[tupl
         if value is None:
             continue
         count += 1
-        step = columns.number(row.get(step_name)) if step_name else float(count)
-        if step is not None and math.isfinite(step):
-            yield round(step), value
+        step = columns.step_number(row.get(step_name)) if step_name else count
+        if step is not None:
+            yield step, value
 
 
 def curve_of(name: str, column: str, values: Sequence[tuple[int, float]], notes: list[str]) -> dict[int, float]:
@@ -284,16 +325,28 @@ def curve_of(name: str, column: str, values: Sequence[tuple[int, float]], notes:
     return curve
 
 
-def resolution(curve: Mapping[int, float]) -> float:
-    """Half of the last decimal place that any value of the curve has: how far rounding may have moved it.
+def resolution(curve: Mapping[int, float]) -> Callable[[float], float]:
+    """Half of the last place with which a value of this size is logged: how far rounding may have moved it.
 
-    Where fewer than three values are there, or some has as many digits as a number can have, nothing was rounded: 0.
+    A log has either the same number of decimal places everywhere, or the same number of digits. Where fewer than three
+    values are there, or some has as many digits as a number can have, nothing was rounded: 0.
     """
-    finite = [value for value in curve.values() if math.isfinite(value)]
-    if len(finite) < 3:
-        return 0.0
-    places = max(_decimals(value) for value in finite)
-    return 0.0 if places > MOST_DIGITS - 8 else 0.5 * 10.0**-places
+    finite = [value for value in curve.values() if math.isfinite(value) and value]
+    places = max(map(_decimals, finite), default=0)
+    if len(finite) < 3 or places > MOST_DIGITS - 8:
+        return exact
+    of_size: dict[int, int] = {}
+    for value in finite:
+        of_size[_size(value)] = max(of_size.get(_size(value), 0), _decimals(value))
+    digits = {size + decimals for size, decimals in of_size.items()}
+    if len(of_size) > 1 and len(digits) == 1:
+        return lambda value: 0.5 * 10.0 ** (_size(value) - max(digits)) if value else 0.0
+    return lambda _: 0.5 * 10.0**-places
+
+
+def _size(value: float) -> int:
+    """The power of ten of the first digit."""
+    return int(f"{value:e}".partition("e")[2])
 
 
 def _decimals(value: float) -> int:

@@ -5,7 +5,7 @@ besides.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from t5bench_judge.logs import Log, resolution
@@ -16,6 +16,7 @@ from training_comparison.curves import (
     ComparedCurves,
     Curves,
     Difference,
+    Rounding,
     Tolerance,
     compare,
 )
@@ -59,10 +60,16 @@ def answer(first: Log, second: Log, precision: str) -> Answer:
     return Answer(found, precision, bounds, len(steps), notes)
 
 
-def rounding(first: Log, second: Log) -> Tolerance:
+def rounding(first: Log, second: Log) -> Rounding:
     """How far the rounding of both logs may have moved their values together."""
-    of_loss = resolution(first.curves.loss) + resolution(second.curves.loss)
-    return Tolerance(of_loss, resolution(first.curves.norm) + resolution(second.curves.norm))
+    return Rounding(
+        _of_both(resolution(first.curves.loss), resolution(second.curves.loss)),
+        _of_both(resolution(first.curves.norm), resolution(second.curves.norm)),
+    )
+
+
+def _of_both(first: Callable[[float], float], second: Callable[[float], float]) -> Callable[[float], float]:
+    return lambda value: first(value) + second(value)
 
 
 # ---- which step of one log is which of the other -------------------------------------------------------------------
@@ -86,6 +93,9 @@ def aligned(first: Log, second: Log, bounds: Tolerance) -> AlignedCurves:
         ours = shifted(ours, shift)
         begins = f"{first.name} begins at step {min(first.curves.loss)}, {second.name} at {min(second.curves.loss)}"
         notes.append(f"compared as if shifted by one step, because {begins}: their lines agree in that order")
+    if not ours.loss.keys() & theirs.loss.keys() and _agree_line_by_line(first, second, bounds):
+        ours, theirs = by_line(ours), by_line(theirs)
+        notes.append("compared line by line, because the logs count steps in other units: they agree in that order")
     if not ours.loss.keys() & theirs.loss.keys():
         spans = " and ".join(f"{min(one.curves.loss)} to {max(one.curves.loss)}" for one in (first, second))
         remedy = "Log the same steps, or name their column with --step"
@@ -114,6 +124,22 @@ def _shift(first: Log, second: Log, bounds: Tolerance) -> int:
         return 0
     moved = compare(shifted(first.curves, by), second.curves, bounds, rounded)
     return by if moved.loss and moved.loss.step != moved.start else 0
+
+
+def by_line(curves: Curves) -> Curves:
+    """With the number of the line instead of the step."""
+    line = {step: number for number, step in enumerate(sorted(curves.loss), 1)}
+    norm = {line[step]: value for step, value in curves.norm.items() if step in line}
+    return replace(curves, loss={line[step]: value for step, value in curves.loss.items()}, norm=norm)
+
+
+def _agree_line_by_line(first: Log, second: Log, bounds: Tolerance) -> bool:
+    """Whether two logs of one length have the same values, as where one counts samples and the other steps."""
+    if first.interval == second.interval or len(first.curves.loss) < LEAST_STEPS:
+        return False
+    if len(first.curves.loss) != len(second.curves.loss):
+        return False
+    return not compare(by_line(first.curves), by_line(second.curves), bounds, rounding(first, second)).beyond
 
 
 def equal_if_shifted(first: Log, second: Log, pair: AlignedCurves, bounds: Tolerance) -> str:
@@ -244,11 +270,14 @@ def _hidden_by_norms(compared: ComparedCurves, bounds: Tolerance) -> list[str]:
     return []
 
 
-def _hidden_by_rounding(what: str, curve: Mapping[int, float], rounded: float, bound: float) -> list[str]:
-    smallest = min((abs(value) for value in curve.values() if value and math.isfinite(value)), default=0.0)
-    if not smallest or rounded <= COARSE * bound * smallest:
+def _hidden_by_rounding(
+    what: str, curve: Mapping[int, float], rounded: Callable[[float], float], bound: float
+) -> list[str]:
+    shares = (rounded(value) / abs(value) for value in curve.values() if value and math.isfinite(value))
+    coarsest = max(shares, default=0.0)
+    if coarsest <= COARSE * bound:
         return []
-    unseen = f"differences below {rounded / smallest:.0e} cannot be seen (bound: {bound:.0e})"
+    unseen = f"differences below {coarsest:.0e} cannot be seen (bound: {bound:.0e})"
     return [f"the {what} is logged with few digits, so {unseen}. Log more digits"]
 
 

@@ -1,7 +1,7 @@
 """Two trainings' curves of loss and gradient norm compared, step by step, within bounds."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -91,11 +91,22 @@ class ComparedCurves:
         return min(self.first.loss.keys() & self.second.loss.keys())
 
 
-EXACT = Tolerance(0.0, 0.0)
+class Rounding(NamedTuple):
+    """Of a value of the loss and of the norm: how far, absolute, the logs' rounding may have moved their two values
+    together."""
+
+    loss: Callable[[float], float]
+    norm: Callable[[float], float]
 
 
-def compare(first: Curves, second: Curves, bounds: Tolerance, rounded: Tolerance = EXACT) -> ComparedCurves:
-    """rounded: absolute, how far the logs' rounding may have moved their two values together."""
+def exact(_: float) -> float:
+    return 0.0
+
+
+EXACT = Rounding(exact, exact)
+
+
+def compare(first: Curves, second: Curves, bounds: Tolerance, rounded: Rounding = EXACT) -> ComparedCurves:
     return ComparedCurves(
         first,
         second,
@@ -106,7 +117,11 @@ def compare(first: Curves, second: Curves, bounds: Tolerance, rounded: Tolerance
 
 
 def difference(
-    what: str, first: Mapping[int, float], second: Mapping[int, float], bound: float, rounded: float = 0.0
+    what: str,
+    first: Mapping[int, float],
+    second: Mapping[int, float],
+    bound: float,
+    rounded: Callable[[float], float] = exact,
 ) -> Difference | None:
     """How far two curves are apart; None if they share no step."""
     apart: dict[int, float] = {}
@@ -114,7 +129,7 @@ def difference(
     for step in sorted(first.keys() & second.keys()):
         reference = second[step]
         apart[step] = relative_difference(first[step], reference)
-        by_rounding = rounded / abs(reference) if reference and math.isfinite(reference) else 0.0
+        by_rounding = rounded(reference) / abs(reference) if reference and math.isfinite(reference) else 0.0
         if not apart[step] <= bound + by_rounding:
             beyond.append(step)
     if not apart:
