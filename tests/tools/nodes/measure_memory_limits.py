@@ -22,7 +22,7 @@ REPOSITORY = Path(__file__).resolve().parents[3]
 sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "tests"), str(Path(__file__).parent)]
 
 from cluster_lab import SYSTEM_PATH, Cluster, finished  # noqa: E402
-from measure_choices import SETTINGS, prepare, runner_of  # noqa: E402
+from measure_choices import SETTINGS, Choice, prepare, runner_of  # noqa: E402
 
 from t5bench.choose.search import command  # noqa: E402
 from t5bench.choose.search.runs import STATE, name_of  # noqa: E402
@@ -162,7 +162,7 @@ def limits_of(peaks: Mapping[str, Mapping[str, int]]) -> dict[float, int]:
 
 def main(directory: Path) -> None:
     data = directory / "t5-data"
-    prepare("t5", data)
+    prepare(Choice(HOSTS, "", "t5"), data)
     network = directory / "network.json"
     host = directory / "host.json"
     with TemporaryDirectory() as lab:
