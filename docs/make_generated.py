@@ -21,6 +21,7 @@ from unittest.mock import patch
 
 from docs import across_engines, continuations
 from t5bench.__main__ import main as t5bench
+from t5bench_evidence import lab, lab_picture
 from t5bench_ledger import measure, tables
 from t5bench_verify.relations import RELATIONS
 
@@ -142,6 +143,8 @@ def write_all(folder: Path) -> None:
         write_printed(folder / "support.md", "support")
         write_printed(folder / "published.md", "predict", "--published")
         t5bench(["layouts", "--page", str(folder / "layouts.html")])
+    (choice,) = lab.choices(lab.TABLE_OF_MODELS)
+    lab_picture.write(choice, folder / "llama_choice.svg")
     continuations.write(folder)
     across_engines.write(folder)
 

@@ -24,6 +24,7 @@ def test_writing_all_pages_again_changes_nothing(tmp_path: Path):
         "across_engines.md",
         "continuations.md",
         "layouts.html",
+        "llama_choice.svg",
         "published.md",
         "settings.md",
         "support.md",

@@ -23,6 +23,7 @@ def replayed(choice: LabChoice) -> Replayed:
 
 
 CHOICES = lab.choices()
+OF_MODELS = lab.choices(lab.TABLE_OF_MODELS)
 each_choice = partial(pytest.mark.parametrize, "choice", CHOICES, ids=[choice.name for choice in CHOICES])
 
 
@@ -43,6 +44,12 @@ def test_the_live_search_named_a_layout_near_the_fastest(choice: LabChoice):
     regret = choice.regret(choice.search.named)
     print(f"{choice.name}: {choice.search.runs} runs, {choice.search.minutes:.1f} min, regret {regret:.1%}")
     assert regret <= choice.search.possible_regret + NEAR
+
+
+@pytest.mark.parametrize("choice", OF_MODELS, ids=[choice.name for choice in OF_MODELS])
+def test_the_search_for_a_described_model_starts_a_layout_near_the_fastest(choice: LabChoice):
+    assert choice.seconds.keys() == {name_of(candidate) for candidate in choice.candidates()} and not choice.failed
+    assert choice.regret(choice.search.start) <= choice.search.possible_regret + NEAR
 
 
 def mean_error(choice: LabChoice, known: Calibrated) -> float:

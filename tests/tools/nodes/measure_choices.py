@@ -200,6 +200,7 @@ def row(name: str, choice: Choice, directory: Path, data: Path) -> dict[str, obj
         "failed": every["failed"],
         "search": {
             "named": last["named"],
+            "start": search["parity"][-1],
             "possible_regret": last["possible_regret"],
             "runs": sum(max(1, len(outcome["times"])) for outcome in search["outcomes"].values()),
             "minutes": search["seconds"] / 60,

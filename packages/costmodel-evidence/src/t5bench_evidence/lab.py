@@ -1,6 +1,6 @@
 """Choices among layouts on the hosts of this project's lab, of which every layout was measured.
 
-tests/tools/nodes/measure_choices.py made lab_choices.json. Native engine on CPUs, with a tiny model.
+tests/tools/nodes/measure_choices.py made the tables. Native engine on CPUs, with small models.
 """
 
 import json
@@ -18,6 +18,8 @@ from t5bench.record.host_cost import HostCost
 from t5bench.record.network import Network
 
 TABLE = Path(__file__).with_name("lab_choices.json")
+TABLE_OF_MODELS = TABLE.with_name("lab_model_choices.json")
+"""Of models of MODEL; the cost model was not developed with these."""
 
 
 @dataclass(frozen=True)
@@ -25,11 +27,14 @@ class LiveSearch:
     """What scripts/search.sh did."""
 
     named: str
+    """The fastest that it measured."""
     possible_regret: float
     runs: int
     minutes: float
     seconds: Mapping[str, float]
     """Of an iteration of the layouts that it measured."""
+    start: str = ""
+    """What its last line starts: of those too close to call, the rule for ties' choice. "" before there was that rule."""
 
 
 @dataclass(frozen=True)
@@ -59,5 +64,5 @@ class LabChoice:
         return self.seconds[layout] / min(self.seconds.values()) - 1
 
 
-def choices() -> list[LabChoice]:
-    return [msgspec.convert(row, LabChoice) for row in json.loads(TABLE.read_text())]
+def choices(table: Path = TABLE) -> list[LabChoice]:
+    return [msgspec.convert(row, LabChoice) for row in json.loads(table.read_text())]
