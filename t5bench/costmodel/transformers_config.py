@@ -236,6 +236,9 @@ def _decoder(values: Values, length: int, **different: Any) -> Architecture:
     }
     architecture = {**same, **different}
     architecture.setdefault("head_size", hidden // heads)
+    turned = architecture.get("rotary_columns") or architecture["head_size"]
+    if turned % 2:
+        raise ValueError(f"rotary positions turn pairs of columns, and a head has {turned} of them to turn")
     return Architecture(**architecture)
 
 
@@ -244,21 +247,36 @@ def _rotary(values: Values) -> dict[str, Any]:
 
     No cost depends on them. A way of scaling that no engine here computes becomes part of the kind.
     """
-    given = values.of("rope_parameters") or values.of("rope_scaling") or {}
-    if not isinstance(given, Mapping):
-        raise ValueError(f"rope_scaling must be an object, and is {_shown(given)}")
-    scaling = dict(given)
-    base = scaling.get("rope_theta") or values.of("rope_theta") or 10000.0
+    scaling = _scaling(values)
+    bases = (scaling.get("rope_theta"), values.of("rope_theta"), values.of("rotary_emb_base"), 10000.0)
+    base = _positive("rope_theta", next(base for base in bases if base is not None))
     way = str(scaling.get("rope_type") or scaling.get("type") or "default")
     names = {"default": (), "linear": ("factor",), "llama3": LLAMA_3}.get(way)
     kind = values.kind
     if names is None:
         kind = f"{kind} with rotary positions scaled by {way}"
+    elif scaling.get("partial_rotary_factor", 1.0) != 1.0 and kind != "gpt_neox":
+        kind = f"{kind} with partial_rotary_factor={scaling['partial_rotary_factor']}"
     lacking = [name for name in names or () if name not in scaling]
     if lacking:
         raise ValueError(f"rope_scaling of the type '{way}' lacks {' '.join(lacking)}")
-    numbers = tuple(float(scaling[name]) for name in names or ())
-    return {"kind": kind, "rotary_base": float(base), "rotary_scaling": numbers}
+    numbers = tuple(_positive(f"{name} of rope_scaling", scaling[name]) for name in names or ())
+    if names == LLAMA_3 and scaling["low_freq_factor"] >= scaling["high_freq_factor"]:
+        raise ValueError("low_freq_factor of rope_scaling must be below high_freq_factor")
+    return {"kind": kind, "rotary_base": base, "rotary_scaling": numbers}
+
+
+def _scaling(values: Values) -> Mapping[str, Any]:
+    given = values.of("rope_parameters") or values.of("rope_scaling") or {}
+    if not isinstance(given, Mapping):
+        raise ValueError(f"rope_scaling must be an object, and is {_shown(given)}")
+    return given
+
+
+def _positive(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise ValueError(f"{name} must be a number above 0, and is {_shown(value)}")
+    return float(value)
 
 
 def _sizes(values: Values, none_is_all: bool = True) -> dict[str, Any]:
@@ -392,8 +410,11 @@ def _gpt_neox(values: Values, length: int) -> Architecture:
     head_size, rest = divmod(values.number("hidden_size"), values.number("num_attention_heads"))
     if rest:
         raise ValueError("num_attention_heads does not divide hidden_size")
-    base = values.of("rope_theta") or values.of("rotary_emb_base")
     values.of("partial_rotary_factor")  # the class's second name for rotary_pct
+    share = _scaling(values).get("partial_rotary_factor", values.decimal("rotary_pct"))
+    columns = int(head_size * _positive("rotary_pct", share))
+    if not 0 < columns <= head_size:
+        raise ValueError(f"rotary_pct is {share}, of heads of {head_size} columns")
     return _decoder(
         values,
         length,
@@ -404,8 +425,7 @@ def _gpt_neox(values: Values, length: int) -> Architecture:
         norm="layer",
         norm_epsilon=values.decimal("layer_norm_eps"),
         parallel_residual=values.flag("use_parallel_residual"),
-        rotary_columns=int(head_size * values.decimal("rotary_pct")),
-        rotary_base=float(base),
+        rotary_columns=columns,
     )
 
 
@@ -471,6 +491,11 @@ def _t5(values: Values, length: int, decoder_length: int) -> Architecture:
     is_gated = values.flag("is_gated_act") if values.of("is_gated_act") is not None else len(words) == 2
     if activation not in ACTIVATIONS:
         raise ValueError(f"feed_forward_proj is '{feed_forward}', which the cost model cannot price")
+    buckets = values.number("relative_attention_num_buckets", least=4)  # two ways, near and far
+    distance = values.number("relative_attention_max_distance")
+    if distance <= buckets // 2:
+        found = f"{distance}, not above half of relative_attention_num_buckets ({buckets})"
+        raise ValueError(f"relative_attention_max_distance is {found}, which has no logarithmic buckets")
     encoder_length = length or ENCODER_LENGTH
     layers = values.number("num_layers")
     tied = values.flag("tie_word_embeddings")
@@ -490,13 +515,13 @@ def _t5(values: Values, length: int, decoder_length: int) -> Architecture:
         activation=ACTIVATIONS[activation],
         tied=tied,
         positions="relative",
-        relative_buckets=values.number("relative_attention_num_buckets"),
+        relative_buckets=buckets,
         biases=False,
         head_bias=False,
         norm="rms",
         kind=values.kind,
         norm_epsilon=values.decimal("layer_norm_epsilon"),
-        relative_distance=values.number("relative_attention_max_distance"),
+        relative_distance=distance,
         scaled_scores=False,
         scaled_head=tied,
         initial="t5",

@@ -176,14 +176,18 @@ def _check_sizes(draft: Draft, tp: int, pp: int, parts: int) -> None:
     hidden = draft.number("HIDDEN_SIZE")
     heads = draft.number("NUM_ATTENTION_HEADS")
     groups = draft.model.kv_heads if draft.model else heads
+    ffn = draft.number("FFN_HIDDEN_SIZE")
+    sizes = " ".join(str(size) for size in range(1, heads + 1) if _has_tensor_size(size, heads, groups, ffn))
+    remedy = f"TENSOR_PARALLEL_SIZE may be {sizes} for this model"
     if groups % tp and tp % groups:
         found = f"{groups} groups of heads do not divide over the tensor-parallel size {tp}, nor it over them"
-        refuse("tensor-size", found)
+        refuse("tensor-size", found, remedy)
     if hidden % heads and not draft.model:
         refuse("model-size", f"HIDDEN_SIZE={hidden} is not divisible by NUM_ATTENTION_HEADS={heads}")
     for name in ("NUM_ATTENTION_HEADS", "FFN_HIDDEN_SIZE"):
         if draft.number(name) % tp:
-            refuse("tensor-size", f"{name}={draft.number(name)} is not divisible by the tensor-parallel size {tp}")
+            found = f"{name}={draft.number(name)} is not divisible by the tensor-parallel size {tp}"
+            refuse("tensor-size", found, remedy)
     if draft.number("VOCABULARY_MULTIPLE") % tp and not draft.model:
         refuse("tensor-size", f"the tensor-parallel size must divide VOCABULARY_MULTIPLE, found {tp}")
     layers = sum(draft.number(name) for name in stacks)
@@ -199,6 +203,12 @@ def _check_sizes(draft: Draft, tp: int, pp: int, parts: int) -> None:
             if draft.number(name) % (pp // len(stacks)):
                 found = f"{name}={draft.number(name)} does not divide over {pp // len(stacks)} stages"
                 refuse("pipeline-size", found, "ENGINE=native gives the first stages a layer more")
+
+
+def _has_tensor_size(size: int, heads: int, groups: int, ffn: int) -> bool:
+    """Whether so many tensor-parallel ranks have equal parts. Groups of heads may be fewer than ranks."""
+    divides_groups = groups % size == 0 or size % groups == 0
+    return divides_groups and heads % size == 0 and ffn % size == 0
 
 
 def _check_native(draft: Draft, layout: Layout, zero_stage: int) -> None:

@@ -19,7 +19,7 @@ from t5bench.costmodel import transformers_defaults
 from t5bench.costmodel.flops import multiply_adds
 from t5bench.costmodel.job import beyond_parts
 from t5bench.costmodel.parameters import parameters, tensors
-from t5bench.costmodel.transformers_config import architecture_of, keys_not_read
+from t5bench.costmodel.transformers_config import LLAMA_3, architecture_of, keys_not_read
 from t5bench.costmodel.transformers_defaults import DEFAULTS
 
 LENGTH = 64
@@ -230,6 +230,7 @@ def test_the_parameters_are_the_published_ones():
 
 LLAMA = decoder("llama", 2, 64, 4, 4, 128, 100)
 QWEN2 = decoder("qwen2", 2, 64, 4, 4, 128, 100, use_sliding_window=True, max_window_layers=1)
+NEOX = decoder("gpt_neox", 2, 64, 4, 4, 128, 100)
 REFUSED: Sequence[tuple[Sizes, str]] = (
     ({"model_type": "mixtral", "num_local_experts": 8}, "has experts (num_local_experts)"),
     ({"model_type": "mamba2", "state_size": 128}, "layers with a state (state_size)"),
@@ -246,6 +247,17 @@ REFUSED: Sequence[tuple[Sizes, str]] = (
     (LLAMA | {"num_hidden_layers": "2"}, "num_hidden_layers must be a whole number"),
     (LLAMA | {"vocab_size": None}, "vocab_size must be a whole number of at least 1, and is null"),
     (LLAMA | {"num_key_value_heads": 3}, "4 heads of queries cannot share 3 of keys"),
+    (LLAMA | {"head_dim": 15}, "a head has 15 of them to turn"),
+    (LLAMA | {"rope_theta": 0}, "rope_theta must be a number above 0"),
+    (LLAMA | {"rope_scaling": ["linear"]}, "rope_scaling must be an object"),
+    (LLAMA | {"rope_scaling": {"type": "linear", "factor": "4"}}, "factor of rope_scaling must be a number above 0"),
+    (
+        LLAMA | {"rope_scaling": dict.fromkeys(LLAMA_3, 1.0) | {"rope_type": "llama3"}},
+        "low_freq_factor of rope_scaling",
+    ),
+    (NEOX | {"rotary_pct": 0.0}, "rotary_pct must be a number above 0"),
+    (NEOX | {"rotary_pct": 0.2}, "a head has 3 of them to turn"),
+    (NEOX | {"rope_parameters": {"partial_rotary_factor": 1.5}}, "rotary_pct is 1.5, of heads of 16 columns"),
     (LLAMA | {"torchscript": True}, "torchscript is True"),
     (LLAMA | {"pruned_heads": {"0": [1]}}, "pruned_heads is"),
     (QWEN2, "has windows in a pattern"),
@@ -258,6 +270,8 @@ REFUSED: Sequence[tuple[Sizes, str]] = (
     (t5(2, 64, 4, 128, feed_forward_proj="gated-gelu-wide"), "feed_forward_proj"),
     (t5(2, 64, 4, 128, architectures=["T5EncoderModel"]), "architectures names T5EncoderModel"),
     (t5(2, 64, 4, 128, is_encoder_decoder=False), "is_encoder_decoder is False"),
+    (t5(2, 64, 4, 128, relative_attention_num_buckets=2), "relative_attention_num_buckets must be a whole number of"),
+    (t5(2, 64, 4, 128, relative_attention_max_distance=16), "relative_attention_max_distance is 16, not above half"),
 )
 
 
@@ -267,14 +281,19 @@ def test_what_an_engine_would_compute_otherwise_is_part_of_the_kind():
     for config in (
         LLAMA | yarn,
         LLAMA | {"partial_rotary_factor": 0.5},
+        LLAMA | {"rope_parameters": {"partial_rotary_factor": 0.5}},
         gpt2(2, 64, 4) | {"scale_attn_weights": False},
     ):
         found = architecture_of(config)
         plain = architecture_of({name: config[name] for name in config if name in (*LLAMA, *gpt2(2, 64, 4))})
         assert replace(found, kind=plain.kind) == plain
         assert "does not train models of the type" in beyond_parts(found) and not beyond_parts(plain)
-    neox = decoder("gpt_neox", 2, 64, 4, 4, 128, 100)
-    assert architecture_of(neox | {"partial_rotary_factor": 0.25}) == architecture_of(neox)
+    assert architecture_of(NEOX | {"partial_rotary_factor": 0.25}) == architecture_of(NEOX)
+
+
+def test_rope_parameters_stand_for_what_older_files_say_one_by_one():
+    new = {"rope_parameters": {"rope_theta": 500.0, "partial_rotary_factor": 0.5}}
+    assert architecture_of(NEOX | new) == architecture_of(NEOX | {"rotary_emb_base": 500, "rotary_pct": 0.5})
 
 
 def test_a_key_that_the_library_does_not_read_changes_nothing_and_is_named():

@@ -126,7 +126,7 @@ def words_of(setup: Setup, model: str, precision: str, data: Path) -> list[str]:
     recipe = {name: value for name, value in RECIPE.items() if model in SIZES or name != "MODEL_PRESET"}
     chosen = recipe | sizes_of(model, data) | setup.settings | {"NPROC_PER_NODE": str(setup.processes)}
     chosen |= {"PRECISION_FLAG": "--bf16" if precision == "bf16" else "", "MEGATRON_DATA_DIR": str(data)}
-    chosen |= {"TOKENIZER_MODEL": str(SAMPLE / "tokenizer")}
+    chosen |= {"TOKENIZER_MODEL": str(SAMPLE / "tokenizer"), "MASTER_PORT": str(free_port())}
     plan = planner.plan(environment(**chosen), setup.strategy)
     if plan.obstacles:
         raise SystemExit(f"{setup}: {'; '.join(str(each) for each in plan.obstacles)}")

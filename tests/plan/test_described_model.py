@@ -83,6 +83,15 @@ def test_what_is_not_trained_is_refused_by_name(
     assert any(found in each for each in fatal), fatal
 
 
+def test_a_tensor_parallel_size_that_does_not_divide_says_which_do(tmp_path: Path):
+    """As SmolLM2-135M's: 9 heads in 3 groups."""
+    heads = {"hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3, "intermediate_size": 144}
+    sizes = {"TENSOR_PARALLEL_SIZE": "2", "NPROC_PER_NODE": "2", "SEQ_LENGTH": "64"}
+    planned = plan(environment(MODEL=str(written(tmp_path, **heads)), **sizes), "tensor")
+    remedies = {obstacle.remedy for obstacle in planned.obstacles if obstacle.fatal}
+    assert remedies == {"TENSOR_PARALLEL_SIZE may be 1 3 9 for this model"}
+
+
 @pytest.mark.parametrize("value", ["no-such-model", "{", "[1]", '{"kind": "llama"}', '{"kind": "llama", "x": 1}'])
 def test_a_value_that_is_no_model_says_what_would_be(value: str):
     with pytest.raises(Problem) as problem:
