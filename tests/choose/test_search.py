@@ -1,5 +1,6 @@
 """scripts/search.sh: live searches of a tiny model on this machine's CPU, with two processes."""
 
+import argparse
 import json
 import subprocess
 from collections.abc import Mapping
@@ -16,7 +17,7 @@ from warm_python import warm_python
 from t5bench import Problem
 from t5bench.choose.search import command, parity
 from t5bench.choose.search.next_run import Option, Search, SearchRun, Standing
-from t5bench.choose.search.runs import SearchState
+from t5bench.choose.search.runs import Runner, SearchState
 from t5bench.costmodel.job import Architecture, Job, Parallel
 from t5bench.plan.planner import plan
 from t5bench.sweep.launch import BASELINE
@@ -133,6 +134,25 @@ def test_a_failing_ddp_is_blamed_on_no_layout(tmp_path: Path, monkeypatch: pytes
     assert runner.memory.failed == {} and runner.memory.parity == []
 
 
+def test_runs_that_fail_count_and_end_no_search_before_one_gave_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Of a layout that runs and then runs out of memory, both runs are lost."""
+    memory = SearchState({})
+    runner = Runner(tmp_path, False, 3, memory)
+    candidate = SimpleNamespace(
+        title="a layout", strategy="ddp", settings=dict, job=SimpleNamespace(parallel=SimpleNamespace(world=2))
+    )
+    monkeypatch.setattr(Runner, "train", lambda *_: "out-of-memory: the GPU's memory is full")
+    may_go_on = command.budget(argparse.Namespace(runs=3, minutes=None), memory)
+    memory.outcomes["twice"] = SearchRun(0.5)
+    search = Search([], measured=dict(memory.outcomes))
+    runner.measure("once", candidate)
+    assert memory.lost == 1 and may_go_on(search)
+    runner.measure("twice", candidate)
+    assert memory.lost == 3 and memory.outcomes == {} and memory.ran_out == ["once", "twice"]
+    assert "in run 2 of this layout; it ran before, at 0.5 s an iteration" in memory.failed["twice"]
+    assert may_go_on(Search([])) and not may_go_on(Search([], measured={"another": SearchRun(1.0)}))
+
+
 @pytest.mark.slow
 @pytest.mark.nightly
 def test_a_search_stops_at_its_budget_and_continues_without_repeating_a_run(sample_data: Path, tmp_path: Path):
@@ -146,8 +166,8 @@ def test_a_search_stops_at_its_budget_and_continues_without_repeating_a_run(samp
     second = search(RUNS="2", **where)
     assert second.returncode in (0, 3), second.stderr
     after = json.loads((tmp_path / "runs" / "search.json").read_text())
-    assert list(after["outcomes"].items())[:1] == list(before["outcomes"].items())
-    assert len(before["outcomes"]) == 1 and len(after["outcomes"]) == 2
+    (name,) = after["outcomes"]  # the first layout that runs is the first to run again
+    assert after["outcomes"][name]["times"][0] == before["outcomes"][name]["seconds"]
     assert len(list((tmp_path / "runs" / "runs").iterdir())) == 2
     assert "<svg" in (tmp_path / "runs" / "search.svg").read_text()
     named = min(after["outcomes"].items(), key=lambda item: item[1]["seconds"])[0]

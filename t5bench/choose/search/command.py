@@ -101,11 +101,13 @@ def launchable(args: argparse.Namespace, planned: Plan, tensor: int | None, pipe
 
 
 def option_of(name: str, candidate: Candidate) -> Option:
-    """On CPUs, where nothing else is known of a process' memory, what it needs is what torch allocates and Python."""
+    """On CPUs, where nothing else is known of a process' memory, what it needs is what torch allocates and Python; what
+    is offloaded takes the same memory."""
     if candidate.machine.device.memory:
         needed = candidate.memory.needed
     else:
-        needed = replace(candidate, job=touched(candidate.job)).memory.peak + PYTHON
+        memory = replace(candidate, job=touched(candidate.job)).memory
+        needed = memory.peak + sum(memory.cpu.values()) + PYTHON
     return Option(name, candidate.job, candidate.machine, candidate.backend, needed)
 
 
@@ -150,11 +152,14 @@ def question(args: argparse.Namespace, planned: Plan, candidate: Candidate) -> d
 
 
 def budget(args: argparse.Namespace, memory: SearchState) -> Callable[[Search], bool]:
-    """Whether another run may begin: one is expected to take as long as those before it."""
+    """Whether another run may begin: one is expected to take as long as those before it.
+
+    Runs that failed count. Where nothing but failures is known, no number of runs ends the search without an answer.
+    """
 
     def may_go_on(search: Search) -> bool:
-        runs = search.runs
-        if args.runs and runs >= args.runs:
+        runs = search.runs + memory.lost
+        if args.runs and runs >= args.runs and search.measured:
             return False
         each = memory.seconds / runs if runs else 0.0
         return not args.minutes or memory.seconds + each <= 60 * args.minutes
@@ -259,5 +264,7 @@ def report(standing: Standing, by_name: Mapping[str, Candidate], memory: SearchS
     if not standing.is_certain:
         print("The budget ended before this was certain.")
     print(f"With 95 % certainty: {bound(standing)}.")
-    print(f"{standing.runs} runs took {memory.seconds / 60:.1f} minutes; {runs_dir / PICTURE} shows their course.")
+    made = standing.runs + memory.lost
+    lost = f", of which {memory.lost} gave no time" if memory.lost else ""
+    print(f"{made} runs took {memory.seconds / 60:.1f} minutes{lost}; {runs_dir / PICTURE} shows their course.")
     print(f"On a small model its curves agree with DDP's. Start it with:\n  {by_name[name].start}")

@@ -53,6 +53,8 @@ class SearchState:
     """Layouts in which the check found no difference from DDP."""
     seconds: float = 0.0
     """Spent on all runs."""
+    lost: int = 0
+    """Runs that say nothing of a time: those that failed, and those before them of a layout that failed later."""
     moments: list[Moment] = field(default_factory=list)
 
     def write(self, runs_dir: Path) -> None:
@@ -107,6 +109,11 @@ class Runner:
         if outcome:
             self.memory.outcomes[name] = before.with_another(outcome) if before else outcome
         else:
+            made = 1
+            if before:
+                made += before.repeats
+                reason += f" (in run {made} of this layout; it ran before, at {before.seconds:.4g} s an iteration)"
+            self.memory.lost += made
             self.memory.outcomes.pop(name, None)
             self.memory.failed[name] = reason
             if reason.startswith(f"{OUT_OF_MEMORY}:"):
