@@ -91,6 +91,7 @@ COMMANDS = {name: command for commands in GROUPS.values() for name, command in c
 # Those that take a launcher's settings from the environment. The others are called by scripts that have looked at it.
 READ_SETTINGS = ("predict", "layouts", "ranks", "prove", "search", "sweep")
 NEED_A_CHECKOUT = ("sweep", "parity-check", "search", "cluster", "prepare-data", "support")
+NEAR = 0.65  # of two names: that share so much
 # These still work.
 FORMER_NAMES = {"merge": "reshape", "plan": "layouts", "layout": "ranks"}
 
@@ -106,11 +107,15 @@ def with_the_name_of_today(words: Sequence[str]) -> list[str]:
 
 def check_command(name: str) -> None:
     """Raises Problem for a word that is no command, with the one that it resembles."""
-    if name.startswith("-") or name in COMMANDS:
-        return
-    near = difflib.get_close_matches(name.lower().replace("_", "-"), [*COMMANDS, *FORMER_NAMES], n=1)
     remedy = "python -m t5bench --help lists the commands"
-    raise Problem(f"there is no command '{name}'", f"Did you mean {near[0]}? {remedy}" if near else remedy)
+    if name in COMMANDS or name in ("-h", "--help"):
+        return
+    if name.startswith("-"):
+        raise Problem(f"there is no option '{name}' before a command", remedy)
+    near = difflib.get_close_matches(name.lower().replace("_", "-"), [*COMMANDS, *FORMER_NAMES], n=1, cutoff=NEAR)
+    if near:
+        remedy = f"Did you mean {FORMER_NAMES.get(near[0], near[0])}? {remedy}"
+    raise Problem(f"there is no command '{name}'", remedy)
 
 
 def tell_of_misspelt_settings() -> None:

@@ -1,8 +1,9 @@
 """The launchers in scripts/: which there are, and what they declare."""
 
+import difflib
 import os
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -18,6 +19,7 @@ ALONE: Mapping[str, str] = {
 }
 ENGINES = ("megatron", "native")
 # Sources each launcher in a subshell of one bash. A function in place of the program dirname saves a process for each.
+_NEAR = 0.65  # of two names: that share so much
 _READ_DECLARATIONS = """
 dirname() { printf '%s\\n' "${2%/*}"; }
 for launcher in "$@"; do (source "$launcher" --declaration); done
@@ -102,8 +104,13 @@ def declared(name: str) -> Strategy:
     for strategy in all_declarations():
         if strategy.name == name:
             return strategy
-    known = " ".join(strategy.name for strategy in all_declarations())
-    raise Problem(f"there is no strategy '{name}'", f"Choose from: {known}")
+    raise no_strategy(name, [strategy.name for strategy in all_declarations()])
+
+
+def no_strategy(name: str, known: Sequence[str]) -> Problem:
+    near = difflib.get_close_matches(name.lower().replace("-", "").replace("_", ""), known, n=1, cutoff=_NEAR)
+    meant = f"Did you mean {near[0]}? " if near else ""
+    return Problem(f"there is no strategy '{name}'", f"{meant}Choose from: {' '.join(known)}")
 
 
 def with_slurm_hosts(environ: Mapping[str, str]) -> dict[str, str]:

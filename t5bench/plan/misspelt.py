@@ -16,6 +16,9 @@ _READ_TOO = {"MASTER_ADDR", "NODE_RANK", "GPUS_PER_NODE", "WORLD_SIZE", "LOCAL_R
 # Of twelve letters, one or two may differ. Two names of one program differ in more.
 _NEAR = 0.88
 _SHORTEST = 6  # letters; HOST is one of every shell, and no slip of HOSTS
+_LONG = 8  # letters of a single word that is a setting's first
+# What people who know other launchers put before a setting's name.
+_PREFIXES = ("T5_", "T5BENCH_", "MEGATRON_", "NATIVE_")
 # Set by a script that has told all of this.
 TOLD = "T5_SETTINGS_TOLD"
 
@@ -44,6 +47,9 @@ def warnings_of_misspelt(environ: Mapping[str, str], settings: Collection[str]) 
 
 def _near(name: str, settings: Iterable[str]) -> list[str]:
     """The settings that the name may be a slip of, the nearest first."""
+    of_case = [setting for setting in settings if setting == name.upper()]
+    if of_case:
+        return of_case
     if len(name) < _SHORTEST:
         return []
     of_words = [setting for setting in settings if "_" in setting]
@@ -51,7 +57,10 @@ def _near(name: str, settings: Iterable[str]) -> list[str]:
     # A word more makes another name: MEGATRON_LM_DIR.
     as_many_words = [setting for setting in of_words if setting.count("_") >= name.count("_")]
     near += difflib.get_close_matches(name, as_many_words, n=1, cutoff=_NEAR)
-    if "_" in name:
+    prefixed = {f"{prefix}{setting}": setting for prefix in _PREFIXES for setting in of_words}
+    if name in prefixed:
+        near.append(prefixed[name])
+    if "_" in name or len(name) >= _LONG:
         near += sorted(setting for setting in of_words if setting.startswith(f"{name}_"))
     # Of a single word a letter more makes another word: DEVICES.
     slips = {f"{name}S", f"{name[:-1]}IES"}

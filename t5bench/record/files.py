@@ -19,6 +19,7 @@ from t5bench import Problem, digest
 MOST_BYTES = 1 << 30
 MOST_BYTES_OF_A_DOCUMENT = 1 << 26
 MOST_BYTES_OF_A_LINE = 1 << 20
+WHERE_RUNS_ARE = "A launcher leaves its run in OUTPUT_DIR, outputs/<strategy> when unset"
 METRICS = "metrics.jsonl"
 PROFILE = "profile.json"
 _SEALED = re.compile(r"^([0-9a-f]{64})  ([\w.-]+)$", re.ASCII | re.MULTILINE)
@@ -27,8 +28,9 @@ _SEALED = re.compile(r"^([0-9a-f]{64})  ([\w.-]+)$", re.ASCII | re.MULTILINE)
 class RecordError(Problem):
     """A directory holds no record, or a damaged one: which file, which line, and why."""
 
-    def __init__(self, problem: str) -> None:
-        super().__init__(problem, "Restore its files, move that directory away, or name only the other runs")
+    def __init__(self, problem: str, remedy: str = "") -> None:
+        otherwise = "Restore its files, move that directory away, or name only the other runs"
+        super().__init__(problem, remedy or otherwise)
 
 
 def write_whole(path: Path, text: str) -> None:

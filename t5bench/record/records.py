@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from t5bench.record import reader
-from t5bench.record.files import METRICS, RecordError, check_seal, exists, read, write_json
+from t5bench.record.files import METRICS, WHERE_RUNS_ARE, RecordError, check_seal, exists, read, write_json
 from t5bench.record.log import Iteration
 from t5bench.record.plan import FORMAT, ROLES, Plan
 from t5bench.record.run import Run
@@ -158,7 +158,7 @@ def load(directory: Path, *, from_log: bool = False) -> Run:
 
 def _load(directory: Path, from_log: bool) -> Run:
     if not directory.is_dir():
-        raise RecordError(f"there is no run directory {directory}")
+        raise RecordError(f"there is no run directory {directory}", WHERE_RUNS_ARE)
     parts = read_parts(directory)
     for other in parts[1:]:
         why = other_run(parts[0], other)

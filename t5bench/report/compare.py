@@ -20,7 +20,7 @@ from t5bench.command_lines import DEFAULT_RUNS
 from t5bench.compare.comparison import Comparison, build
 from t5bench.compare.recipe import RECIPE_RUNS, sentence
 from t5bench.record import records
-from t5bench.record.files import RecordError
+from t5bench.record.files import WHERE_RUNS_ARE, RecordError
 from t5bench.record.reader import UNFORESEEN, seconds
 from t5bench.record.status import COMPLETE, RUNNING
 from t5bench.report import tables
@@ -145,13 +145,12 @@ def run_directories(names: Sequence[str]) -> list[Path]:
     directories: dict[Path, Path] = {}  # by the path without links
     for name in names or [DEFAULT_RUNS]:
         if not Path(name).is_dir():
-            remedy = "Name the directories of runs, or one that holds some"
+            remedy = f"Name the directories of runs, or one that holds some. {WHERE_RUNS_ARE}"
             raise Problem(f"there is no directory {name}", remedy)
         in_here = list(find_runs(Path(name)))
         if not in_here:
-            remedy = "A launcher leaves its run in OUTPUT_DIR, outputs/<strategy> when unset"
             problem = f"{name} holds no run: no node0.json in it or up to {DEEPEST} levels below"
-            raise Problem(problem, remedy)
+            raise Problem(problem, WHERE_RUNS_ARE)
         for directory in in_here:
             directories[directory.resolve()] = directory
     return list(directories.values())

@@ -388,7 +388,7 @@ def choose(names: Sequence[str]) -> list[str]:
         if needed:
             raise Problem(f"{strategy} needs {needed}", f"Set it for all, or choose from: {' '.join(known)}")
         if strategy not in known:
-            raise Problem(f"there is no strategy '{name}'", f"Choose from: {' '.join(known)}")
+            raise launchers.no_strategy(name, known)
     return list(dict.fromkeys(names)) or known
 
 

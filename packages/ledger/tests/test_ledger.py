@@ -367,6 +367,10 @@ def test_a_difference_in_words(off_by, words):
         (["torch==2.8.0+cu128"], 1, "do not use torch 2.8.0: FSDP2 trains another model; take 2.15.0"),
         (["torch==2.13.0"], 0, "torch 2.13.0: right in every mode that the launchers use"),
         (["0.99"], 3, "0.99: not tried; the newest that was: 0.19.8"),
+        (["v0.18.2", "--strategies", "zero3"], 0, "0.18.2: right in every mode that the launchers use"),
+        (["torch 2.13.0"], 0, "torch 2.13.0: right in every mode that the launchers use"),
+        (["0.18.2rc1"], 3, "0.18.2rc1: not tried; the newest that was: "),
+        (["4.45.2"], 3, "4.45.2: not tried; deepspeed had no such release when this was written, but transformers had"),
         (["0.13.5"], 3, "0.13.5: not tried; the "),
         (["transformers==99.0"], 3, "transformers 99.0: not tried; the newest that was: "),
     ],
@@ -389,8 +393,17 @@ def test_what_the_ledger_says_of_a_release(capsys, monkeypatch):
     assert "5.3 times as many operators as in 0.18.4, counted with a tiny T5 and ds_configs/ alone" in said
     main(["ledger", "--answer", "0.19.7", "--strategies", "zero3", "--modes"])
     assert "bytes in collectives" not in capsys.readouterr().out, "it was not counted"
-    for unknown in ("apex==1.0", "newest"):
+    capsys.readouterr()
+    # An empty word is what an unset variable of a shell leaves; without --answer, this would train for hours.
+    for unknown, said in (
+        ("apex==1.0", "no 'apex'"),
+        ("newest", "such as 0.19.8"),
+        ("", "'' is not a release"),
+        ("torch", "such as torch=="),
+        ("deepsped==0.18.2", "Did you mean deepspeed==0.18.2?"),
+    ):
         assert main(["ledger", "--answer", unknown]) == 2
+        assert said in capsys.readouterr().err
     installed = {"deepspeed": "0.19.8", "torch": "2.13.0+cpu"}
     monkeypatch.setattr(answer, "installed", lambda: installed)
     assert main(["ledger", "--mine"]) == 0

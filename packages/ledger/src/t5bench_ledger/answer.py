@@ -1,5 +1,6 @@
 """What the ledger says of a release: yes or no first, then why. Reads data/releases.json; of the standard library."""
 
+import difflib
 import json
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -22,6 +23,7 @@ NOTED = {
     "weighs a short last window by its share": "accelerate divides each micro-batch's loss by the number of a full"
     " window, as its guide says; whoever writes the loop decides",
 }
+RELEASE = re.compile(r"\d+(\.\d+)*((a|b|rc|\.post|\.dev)\d+)?(\+.*)?")
 NO_REPORT = "no report that we know of"
 MODE = {mode.name: mode for mode in MODES}
 
@@ -58,15 +60,30 @@ def read() -> Mapping[str, Any]:
 
 
 def named(text: str) -> dict[str, str]:
-    """The release that somebody asks about: 0.18.2, torch==2.8.0, transformers==4.45.2. Raises NoAnswer."""
-    library, _, release = text.rpartition("==")
-    library = library.strip().lower() or "deepspeed"
-    remedy = "Name a release of DeepSpeed, such as 0.18.2, or torch==2.8.0, transformers==4.45.2, accelerate==1.2.1"
+    """The release that somebody asks about: 0.18.2, v0.18.2, torch==2.8.0, "torch 2.8.0". Raises NoAnswer."""
+    first, *rest = re.split(r"[\s=@]+", text.strip())
+    library = "deepspeed" if not rest else first.lower()
+    release = (rest[0] if rest else first).removeprefix("v")
+    newest = newest_tried("deepspeed")
+    remedy = f"Name a release of DeepSpeed, such as {newest}, or torch==2.8.0, transformers==4.45.2, accelerate==1.2.1"
+    if not rest and first.lower() in LIBRARY:
+        raise NoAnswer(f"no release of {first} is named", f"Name one, such as {first}=={newest_tried(first.lower())}")
     if library not in LIBRARY:
-        raise NoAnswer(f"the ledger has no '{library}'", remedy)
-    if not re.fullmatch(r"\d+(\.\d+)*(\+.*)?", release.strip()):
-        raise NoAnswer(f"'{release}' is not a release", remedy)
-    return {library: release.strip()}
+        near = difflib.get_close_matches(library, LIBRARY, n=1)
+        meant = f"Did you mean {near[0]}=={release}? " if near else ""
+        raise NoAnswer(f"the ledger has no '{library}'", f"{meant}{remedy}")
+    if len(rest) > 1 or not RELEASE.fullmatch(release):
+        raise NoAnswer(f"'{release or text}' is not a release", remedy)
+    return {library: release}
+
+
+def newest_tried(library: str) -> str:
+    return [release for release in published()[library] if release in releases_tried(library)][-1]
+
+
+def releases_tried(library: str) -> set[str]:
+    own = [measured["releases"] for measured in read()["measured"] if measured["software"] == library]
+    return set().union(*own)
 
 
 def installed() -> dict[str, str]:
@@ -241,12 +258,15 @@ def first_line(found: Found) -> str:
 
 def nearest(library: str, release: str) -> str:
     """Which releases beside one that was not tried were."""
-    tried = {
-        each for measured in read()["measured"] if measured["software"] == library for each in measured["releases"]
-    }
+    tried = releases_tried(library)
     known = published()[library]
+    others = [other for other, releases in published().items() if other != library and release in releases]
+    if release not in known and others:
+        return (
+            f"{library} had no such release when this was written, but {others[0]} had: ask for {others[0]}=={release}"
+        )
     if release not in known:
-        return f"the newest that was: {[each for each in known if each in tried][-1]}"
+        return f"the newest that was: {newest_tried(library)}"
     place = known.index(release)
     older = [each for each in known[:place] if each in tried][-1:]
     newer = [each for each in known[place:] if each in tried][:1]

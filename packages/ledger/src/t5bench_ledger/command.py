@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         if args.show:
             return show.show(*args.show)
-        if not (args.mine or args.answer):
+        if not args.mine and args.answer is None:
             return measured(args)
         releases = answer.installed() if args.mine else answer.named(args.answer)
         said, status = answer.answer(
