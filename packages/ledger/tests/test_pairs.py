@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from t5bench import Interrupted, Problem
 from t5bench_ledger.pairs import measure, page
 from t5bench_ledger.pairs.settings import BASES_OF, SETTINGS, ZERO_STAGES, Case, drawn, possible, settings_of
 
@@ -55,6 +56,22 @@ def test_a_finding_is_reduced_to_its_smallest_form(fault, smallest: Case):
 
     assert measure.smallest_form(Case("zero2", {"overlap_comm": True, "tied": True}), "wrong", attempt) == smallest
     assert len(trials) <= measure.MOST_TRIALS + 60
+
+
+@pytest.mark.parametrize("error", [Interrupted(143), Problem("its process has ended", "")])
+def test_a_reduction_that_is_interrupted_trains_nothing_more(error: BaseException):
+    """Nor does it take the answers of what it left for those of what comes next."""
+    trials = []
+
+    def attempt(case: Case) -> measure.Trial:
+        trials.append(case)
+        if len(trials) == 2:
+            raise error
+        return measure.Trial("equal" if len(trials) == 1 else "wrong", "", 0.0)
+
+    with pytest.raises(type(error)):
+        measure.smallest_form(Case("zero2", {"overlap_comm": True, "tied": True}), "wrong", attempt)
+    assert len(trials) == 2
 
 
 @pytest.mark.parametrize(

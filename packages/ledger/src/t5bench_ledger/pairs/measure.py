@@ -132,6 +132,7 @@ def smallest_form(case: Case, verdict: str, attempt: Callable[[Case], Trial]) ->
         }
     )
     known: dict[str, str] = {}
+    stopped: list[BaseException] = []
 
     def made(drawn_parts: Mapping[str, Any]) -> Case:
         kept = {name: case.choices[name] for name, stays in zip(names, drawn_parts["kept"], strict=True) if stays}
@@ -141,9 +142,12 @@ def smallest_form(case: Case, verdict: str, attempt: Callable[[Case], Trial]) ->
     def has_it(drawn_parts: Mapping[str, Any]) -> bool:
         smaller = made(drawn_parts)
         name = json.dumps(smaller.to_json())
-        if name not in known:
-            known[name] = attempt(smaller).verdict
-        return known[name] == verdict
+        if name not in known and not stopped:
+            try:
+                known[name] = attempt(smaller).verdict
+            except BaseException as error:  # a signal's, too: hypothesis would take it for a find and go on
+                stopped.append(error)
+        return known.get(name) == verdict
 
     settings = hypothesis.settings(
         phases=(hypothesis.Phase.generate, hypothesis.Phase.shrink),
@@ -153,9 +157,12 @@ def smallest_form(case: Case, verdict: str, attempt: Callable[[Case], Trial]) ->
         derandomize=True,
         suppress_health_check=list(hypothesis.HealthCheck),
     )
+    smallest = case
     with contextlib.suppress(hypothesis.errors.NoSuchExample):
-        return made(hypothesis.find(parts, has_it, settings=settings))
-    return case
+        smallest = made(hypothesis.find(parts, has_it, settings=settings))
+    if stopped:
+        raise stopped[0]
+    return smallest
 
 
 def read_pairs(path: Path) -> list[Pair]:
