@@ -327,7 +327,7 @@ def _not_shown(rows: Sequence[Row], baseline: str) -> list[str]:
     for reason, who in labels_by_reason.items():
         sentences.append(
             f"Whether {', '.join(dict.fromkeys(who))} {'trains' if len(set(who)) == 1 else 'train'} as {baseline} "
-            f"does is not shown: {reason}. scripts/check_parity.sh has a recipe that shows it."
+            f"does is not shown: {reason}. scripts/check_parity.sh has a recipe made for this."
         )
     return sentences
 

@@ -109,6 +109,7 @@ def searched(runner: NothingRuns, monkeypatch: pytest.MonkeyPatch) -> Standing:
     """Among three layouts, which may all run."""
     monkeypatch.setattr(parity, "settings_of", lambda candidate: {})
     monkeypatch.setattr(parity, "verdict", lambda named, baseline: "")
+    monkeypatch.setattr(parity, "norms_of", lambda baseline: [])
     cells = {str(number): cell for number, cell in enumerate(grid.read()[:3])}
     candidates = {
         name: SimpleNamespace(title=f"layout {name}", strategy="zero1", job=cell.job, settings=lambda: {})
@@ -125,6 +126,29 @@ def test_a_layout_that_does_not_train_as_ddp_does_is_left_out(tmp_path: Path, mo
     standing = searched(runner, monkeypatch)
     assert standing.named.option.name == "1" and runner.memory.parity == ["1"]
     assert runner.memory.failed == {"0": "crashed: an error"}
+
+
+@pytest.mark.parametrize(
+    ("norms", "clip", "runs"),
+    [([0.5, 2.0], "1.3", 2), ([2.0, 8.0], "4", 3), ([0.1, 0.4], "0.2", 3), ([3.0], "1.3", 2), ([3.0, 3.0], "1.3", 2)],
+)
+def test_the_check_clips_some_of_ddps_iterations_and_not_all(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, norms: list[float], clip: str, runs: int
+):
+    """The recipe's clipping was chosen for a T5; where a searched model has other norms, DDP trains once more."""
+    trained: list[tuple[str, str]] = []
+
+    def train(directory: Path, strategy: str, processes: int, settings: Mapping[str, str], *_: object) -> str:
+        trained.append((directory.name, settings["CLIP_GRAD"]))
+        return ""
+
+    monkeypatch.setattr(parity, "settings_of", lambda candidate: {"CLIP_GRAD": "1.3"})
+    monkeypatch.setattr(parity, "norms_of", lambda baseline: norms)
+    monkeypatch.setattr(parity, "verdict", lambda named, baseline: f"compared with {baseline.name}")
+    candidate = SimpleNamespace(strategy="zero1", settings=dict, job=SimpleNamespace(parallel=SimpleNamespace(world=2)))
+    said = parity.fault_of("a", candidate, SimpleNamespace(runs_dir=tmp_path, train=train))
+    assert len(trained) == runs and trained[-1] == ("named", clip)
+    assert said == f"compared with {trained[-2][0]}" and trained[-2][1] == clip
 
 
 def test_a_failing_ddp_is_blamed_on_no_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
