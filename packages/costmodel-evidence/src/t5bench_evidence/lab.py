@@ -34,7 +34,7 @@ class LiveSearch:
     seconds: Mapping[str, float]
     """Of an iteration of the layouts that it measured."""
     start: str = ""
-    """What its last line starts: of those too close to call, the choice of the rule for ties, if there was that rule."""
+    """What its last line starts: of those too close to call, what the rule for ties chose, if there was one."""
 
 
 @dataclass(frozen=True)
