@@ -79,6 +79,7 @@ def test_the_table_counts_unions():
     rows = {row[0]: row[1:] for row in page.rows(made_up())}
     assert rows["judge"][:5] == ("2 of 4", "1 of 1", "0 of 1", "2", "1 of 10")
     assert rows["one of ours"][:5] == ("3 of 4", "1 of 1", "1 of 1", "1", "1 of 10")
+    assert rows["before the first step"][0] == "1 of 4"
     assert rows["before the first update"][0] == "2 of 4"
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
+from gate_score.beginning import said_of_beginnings
 from gate_score.proving import said_by_prove
 from gate_score.runs import TRACE
 from gate_score.trainer import Recipe, Trainer
@@ -33,6 +34,8 @@ class Pair:
     """The same recipe in one process."""
     before: Path
     """The same recipe in the same layout, without the mistake."""
+    one_process: Recipe
+    """The reference's."""
 
 
 @dataclass(frozen=True)
@@ -203,6 +206,11 @@ def said_once(kind: type[Trainer], recipe: Recipe) -> str:
     return said_by_prove(kind, recipe)
 
 
+def beginnings(pair: Pair) -> str:
+    """prove's comparison of what each rank begins with, which executes no step."""
+    return said_of_beginnings(pair.kind, pair.recipe, pair.one_process)
+
+
 def curves(lines: list[Line]) -> Curves:
     return Curves({line.step: line.loss for line in lines}, {line.step: line.norm for line in lines})
 
@@ -222,6 +230,7 @@ def shows(pair: Pair) -> list[str]:
     return [name for name, is_seen in seen.items() if is_seen]
 
 
+BEFORE_THE_FIRST_STEP = ("prove", "what ranks begin with")
 OTHERS = {
     "loss within 1 %": loss_alone,
     "Trainer's tests": trainer_tests,
@@ -230,6 +239,12 @@ OTHERS = {
     "torchtitan's loss comparison": torchtitan,
     "bits of one rank's log": bits_of_one_rank,
 }
-OURS = {"parity check": parity, "judge": judge, "judge --locate": judge_with_trace, "prove": prove}
+OURS = {
+    "parity check": parity,
+    "judge": judge,
+    "judge --locate": judge_with_trace,
+    "prove": prove,
+    "what ranks begin with": beginnings,
+}
 REGRESSION = ("torchtitan's loss comparison", "bits of one rank's log")  # compare with the same layout
 GATES = OTHERS | OURS

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gate_score.gates import OTHERS, OURS, REGRESSION
+from gate_score.gates import BEFORE_THE_FIRST_STEP, OTHERS, OURS, REGRESSION
 from gate_score.score import Result, Score
 
 PICTURE = "score.svg"
@@ -26,8 +26,11 @@ torchtitan's comparison and the bits of a log compare with the same layout befor
 one process, but for those that are of one layout and differ in a seed that must not matter.
 {aside} of the first {first} defects were set aside by a draw that was committed before any gate was tried.
 {later} came later: found in public threads, and written down, when the judge and the parity check were finished.
-`one of ours` is a union, and so is `before the first update`: `prove`, which trains nothing, and what
-`judge --locate` says of the first step alone, its initial weights and gradients.
+The last three rows are unions.
+`before the first step` is of the two gates that train nothing: `prove`, which executes a step without arithmetic, and
+its comparison of what ranks begin with: weights, samples, the optimizer's numbers, and what a checkpoint gives back.
+The second was written when the later defects had been.
+`before the first update` has, too, what `judge --locate` says of the first step alone, its weights and gradients.
 
 ## What ours miss
 
@@ -63,8 +66,9 @@ def rows(result: Result) -> Iterator[tuple[str, ...]]:
     wrong = {pair for name in OURS for pair in result.scores[name].alarms}
     found = f"{len(wrong)} of {result.honest}" if result.honest else NOT_ASKED
     yield "one of ours", *shares(ours, result), found, ""
-    early = set(result.before_the_first_update) | set(result.scores["prove"].caught)
-    yield "before the first update", *shares(early, result), "", ""
+    before_a_step = union(result, BEFORE_THE_FIRST_STEP)
+    yield "before the first step", *shares(before_a_step, result), "", ""
+    yield "before the first update", *shares(before_a_step | set(result.before_the_first_update), result), "", ""
 
 
 def shares(caught: set[str], result: Result) -> tuple[str, str, str, str]:

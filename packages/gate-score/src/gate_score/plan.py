@@ -29,7 +29,7 @@ class Trial:
 
     def pair(self, root: Path) -> Pair:
         tried, reference, before = (root / job.directory for job in self.jobs)
-        return Pair(self.kind, self.tried.recipe, tried, reference, before)
+        return Pair(self.kind, self.tried.recipe, tried, reference, before, self.reference.recipe)
 
 
 def set_aside() -> set[str]:

