@@ -409,6 +409,10 @@ TAMPERINGS: dict[str, tuple[str, Change, str]] = {
         r"ranks \[1, 1\]|does not run there"),
     "samples of another day": (
         "native", sub(SAMPLES, r'("time": )(\d+\.\d+)', lambda m: f"{m[1]}{float(m[2]) - DAY}"), "outside the run"),
+    "samples that stand there twice": (
+        "native", sub(SAMPLES, r"^(.*\n)", r"\1\1"), "has two samples of"),
+    "a profile from another host": (
+        "native", value("profile.json", "ranks", 1, "host", to="node9"), "has rank 1 on node9, the record on node0"),
     "more bytes than the link carries": (
         "gpus", sub(SAMPLES, r'("sent": )([\d.]+)', lambda m: f"{m[1]}{float(m[2]) * 1e4}"), "Mbit/s carry"),
     "a counter that goes back": (

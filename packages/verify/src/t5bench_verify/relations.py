@@ -610,6 +610,10 @@ def _sample_times(evidence: Evidence) -> Iterator[str]:
         for sample in evidence.run.samples[part["node"]]:
             if not began - STEP_SECONDS <= sample["time"] <= ended + SAMPLE_SECONDS:
                 yield f"{name} has a sample of {sample['time']:.0f}, outside the run, {started:.0f} to {ended:.0f}"
+        for before, sample in pairwise(evidence.run.samples[part["node"]]):
+            if sample["time"] == before["time"]:
+                yield f"{name} has two samples of {sample['time']:.3f}"
+                break
 
 
 def _samples_present(evidence: Evidence) -> Iterator[str]:
@@ -737,6 +741,7 @@ class _ProfiledRank(msgspec.Struct):
     rank: int
     wall_ms: float
     parts: dict[str, float]
+    host: str = ""
 
 
 class _Profiled(msgspec.Struct):
@@ -763,7 +768,11 @@ def _profile(evidence: Evidence) -> Iterator[str]:
     is_of_an_earlier_attempt = (content.iteration or 0) <= run.plan.resume_from
     if content.iteration not in (None, profiled) and not is_of_an_earlier_attempt:
         yield f"{PROFILE} is of iteration {content.iteration}, planned was {profiled}"
+    hosts = {rank: part["host"] for part in run.nodes for rank in run.layout.ranks_of(part["node"])}
     for entry in ranks:
+        is_elsewhere = bool(entry.host) and entry.host != hosts.get(entry.rank, entry.host)
+        if is_elsewhere and not is_of_an_earlier_attempt:
+            yield f"{PROFILE} has rank {entry.rank} on {entry.host}, the record on {hosts[entry.rank]}"
         total = sum(entry.parts.values())
         if not _is_near(total, entry.wall_ms, 0.01, 1.0):
             yield f"the parts of rank {entry.rank} in {PROFILE} take {total:.4g} ms, the whole {entry.wall_ms:.4g} ms"
@@ -821,7 +830,8 @@ RELATIONS: tuple[Relation, ...] = (
              f"host at least {LEAST_HOST_MIB} MiB", "none", _peak_memory),
     Relation("host and device of a peak-memory line", "the record's host, the plan's device; one line of a rank",
              "none", _peak_lines),
-    Relation("times of samples", "the run's start and end", f"{SAMPLE_SECONDS} s", _sample_times),
+    Relation("times of samples", "the run's start and end; no two are alike", f"{SAMPLE_SECONDS} s",
+             _sample_times),
     Relation("number of samples", "SAMPLE_INTERVAL and the time of the run",
              f"a tenth; runs of {SAMPLED_SECONDS} s", _samples_present),
     Relation("bytes between two samples", "never fewer, and at most what the link carries in that time", "10 %",
@@ -832,8 +842,8 @@ RELATIONS: tuple[Relation, ...] = (
     Relation("`node<R>.command.sh`", "the plan's command, environment and DeepSpeed options", "none", _command_scripts),
     Relation("`run.json`", "the nodes' parts", "none", _merged_record),
     Relation("`ds_config.json`", "the plan's DeepSpeed options", "none", _deepspeed_options),
-    Relation("ranks, iteration and parts of a profile", "the processes, PROFILE_ITERATION, the iteration's whole",
-             "1 % and 1 ms", _profile),
+    Relation("ranks, hosts, iteration and parts of a profile",
+             "the processes, their nodes, PROFILE_ITERATION, the iteration's whole", "1 % and 1 ms", _profile),
 )  # fmt: skip
 
 
