@@ -73,6 +73,7 @@ PAIRS = (
     Pair("gpt", Side("native", "zero3", "ZeRO-3"), Side("megatron", "tensor", "TP 2"), tp=2),
     Pair("gpt", Side("native", "tensor", "TP 2"), Side("megatron", "hybrid", "TP 2 x PP 2"), tp=2, pp=2),
     Pair("gpt", Side("megatron", "pipeline", "PP 2"), Side("native", "zero2", "ZeRO-2")),
+    Pair("gpt", Side("megatron", "3d", "3D", EIGHT), Side("native", "hybrid", "TP 2 x PP 2")),
 )
 
 
