@@ -1,10 +1,14 @@
 """Which column of a source holds the text: asked, never guessed.
 
 XSum calls it `document`, most others `text`. A file may have both, one of them a name or an id, or its text in a column
-of another name beside them; then the user says which (TEXT_COLUMN).
+of another name beside them; then the user says which (TEXT_COLUMN). The first rows of a file decide, and every later
+row must agree.
 """
 
+import shlex
+import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from t5bench import Problem
@@ -34,6 +38,8 @@ OTHER_NAMES = {
 MANY_TIMES = 2
 SAMPLE_ROWS = 64
 SHOWN_CHARACTERS = 40
+# What a column holds that is not one text per row.
+KINDS = {list: "lists", dict: "objects", bytes: "bytes", bool: "true and false", int: "numbers", float: "numbers"}
 
 
 def text_column(rows: Sequence[Any], asked: str, source: str) -> str:
@@ -46,24 +52,64 @@ def text_column(rows: Sequence[Any], asked: str, source: str) -> str:
         if values and asked not in values:
             found = f'{source} has no column "{asked}"; it has {", ".join(values)}'
             raise Problem(found, "Set TEXT_COLUMN to the one with the text")
+        _check_kind(asked, values.get(asked, []), source)
         return asked
     known = [name for name in DEFAULT_NAMES if name in values]
     if not known:
         return ""
     chosen = next((name for name in known if _may_be_text(values[name])), known[0])
     others = [name for name in values if name != chosen and _rivals(name, values[name], values[chosen])]
+    if not others:
+        _check_kind(chosen, values[chosen], source)
     if others:
         raise Problem(
             f"{source} has {len(others) + 1} columns that may hold the text: "
             + ", ".join(_shown(name, values[name]) for name in (chosen, *others)),
-            f"Name the one with the text: TEXT_COLUMN={others[0]}, or TEXT_COLUMN={chosen}",
+            f"Name the one with the text: {setting(others[0])}, or {setting(chosen)}",
         )
     return chosen
 
 
+def setting(column: str) -> str:
+    """As one types it."""
+    return f"TEXT_COLUMN={shlex.quote(column)}"
+
+
+def other_text(row: Mapping[str, Any], column: str) -> str:
+    """Another column of a known name in which a row has text; "" if none has."""
+    others = (name for name in row if name != column and is_known(name) and _may_be_text([row[name]]))
+    return next(others, "")
+
+
+@lru_cache(maxsize=1 << 12)
+def is_known(name: str) -> bool:
+    """Whether a column of this name often holds the text: "Text", " text" and "te\u200bxt" too."""
+    plain = unicodedata.normalize("NFKC", name).casefold()
+    letters = "".join(character for character in plain if character.isalnum() or character == "_")
+    return letters in DEFAULT_NAMES or letters in OTHER_NAMES
+
+
+def _check_kind(name: str, values: Sequence[Any], source: str) -> None:
+    """Raises Problem if a column has values, but no text among them."""
+    kinds = {type(value) for value in values if value is not None}
+    if kinds and not any(issubclass(kind, str) for kind in kinds) and not all(map(_is_nan, values)):
+        first = next(value for value in values if value is not None)
+        found = f'the column "{name}" of {source} holds {_kind(first)}, not texts'
+        raise Problem(found, "Write it anew with one text per row, or name another column: TEXT_COLUMN")
+
+
+def _kind(value: Any) -> str:
+    return KINDS.get(type(value), type(value).__name__)
+
+
+def _is_nan(value: Any) -> bool:
+    """As pandas writes a text that is missing."""
+    return isinstance(value, float) and value != value
+
+
 def likely_column(row: Mapping[str, Any]) -> str:
     """The column with the most text in a row that has none of the known names; "" if none has any."""
-    lengths = {name: _prose_length(value) for name, value in row.items()}
+    lengths = {name: _prose_length(value) for name, value in row.items() if isinstance(value, str)}
     best = max(lengths, key=lengths.__getitem__, default="")
     return best if lengths.get(best) else ""
 
@@ -93,14 +139,21 @@ def _may_be_text(values: Sequence[Any]) -> bool:
 
 
 def _rivals(name: str, values: Sequence[Any], chosen: Sequence[Any]) -> bool:
-    if name.strip().casefold() in (*DEFAULT_NAMES, *OTHER_NAMES):
-        return _may_be_text(values)
+    is_prose = any(map(_prose_length, chosen))
+    if is_known(name):
+        return _may_be_text(values) or not is_prose
     length = sum(len(value) for value in chosen if isinstance(value, str))
-    return sum(map(_prose_length, values)) > MANY_TIMES * length
+    # Markup and code count where the other is a name or an id.
+    lengths = (_prose_length(value) if is_prose else _length_of_words(value) for value in values)
+    return sum(lengths) > MANY_TIMES * length
 
 
 def _prose_length(value: Any) -> int:
     return sum(len(text) for text in _texts_in(value) if _is_prose(text))
+
+
+def _length_of_words(value: Any) -> int:
+    return sum(len(text) for text in _texts_in(value) if any(map(str.isspace, text)) or not text.isascii())
 
 
 def _texts_in(value: Any) -> Iterator[str]:
@@ -126,7 +179,9 @@ def _is_prose(text: str) -> bool:
 def _shown(name: str, values: Sequence[Any]) -> str:
     first = next((value for value in values if value), "")
     if not isinstance(first, str):
-        return f'"{name}" (a {type(first).__name__})'
+        return f'"{name}" ({_kind(first)})'
+    if not first:
+        return f'"{name}" (empty)'
     return f'"{name}" (it begins "{first_words(first)}")'
 
 

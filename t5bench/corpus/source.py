@@ -13,14 +13,23 @@ import io
 import json
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 
 from t5bench import REPOSITORY, Problem, note
-from t5bench.corpus.columns import DEFAULT_NAMES, SAMPLE_ROWS, check_names, likely_column, text_column
+from t5bench.corpus.columns import (
+    DEFAULT_NAMES,
+    SAMPLE_ROWS,
+    check_names,
+    is_known,
+    likely_column,
+    other_text,
+    setting,
+    text_column,
+)
 from t5bench.corpus.tokenizer import hub, one_line
 from t5bench.given_files import Repetition, without_repetition
 
@@ -31,7 +40,7 @@ BESIDE_THE_TEXT = ("summary", "id")
 SAMPLE = REPOSITORY / "megatron_data" / "sample"
 BLOCK_BYTES = 1 << 20
 BLOCK_ROWS = 512
-COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
+COMPRESSED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}  # by how a file begins, whatever its name says
 PARQUET = re.compile(r"\.(parquet|parq)$", re.IGNORECASE)
 JSON = re.compile(r"\.(jsonl|ndjson|json)(\.gz|\.zst)?$", re.IGNORECASE)
 KINDS = ".jsonl, .ndjson or .json (also with .gz or .zst), or .parquet"
@@ -82,6 +91,8 @@ class Block(NamedTuple):
     """The number of the first row in its file, from 1; 0 if that is `first`."""
     column: str = ""
     """The column with the text, as the first rows of the file have it; "" if they have none that is known."""
+    is_asked: bool = False
+    """Whether the user named the column. Otherwise no row may have text in another one of a known name."""
 
     def rows(self) -> Iterator[Row]:
         """Text, summary and id of each row, without blank lines."""
@@ -100,6 +111,8 @@ class Block(NamedTuple):
                 if not row.strip():
                     continue
                 row = _object(row, address, self.column)
+            if isinstance(row, Mapping) and self.column and not self.is_asked:
+                row = _alone(row, address, self.column)
             if isinstance(row, Unusable):
                 yield row
             else:
@@ -116,7 +129,8 @@ class Block(NamedTuple):
 def _object(line: bytes, address: str, column: str) -> dict[str, Any] | Unusable:
     """A line's object. pandas and Python also write NaN, Infinity and half of a surrogate pair, which are no JSON."""
     try:
-        if line.count(b'"%s"' % column.encode()) > 1:
+        # In JSON, other letters may be written in two ways.
+        if line.count(b'"%s"' % column.encode()) > 1 or not column.isascii():
             json.loads(line, object_pairs_hook=without_repetition)
         return msgspec.json.decode(line, type=dict)
     except Repetition as error:
@@ -130,6 +144,15 @@ def _object(line: bytes, address: str, column: str) -> dict[str, Any] | Unusable
     return row if isinstance(row, dict) else Unusable(reason, "Correct or remove that line")
 
 
+def _alone(row: Mapping[str, Any], address: str, column: str) -> Mapping[str, Any] | Unusable:
+    """The row, if it has text in no other column that may be meant."""
+    other = other_text(row, column)
+    if not other:
+        return row
+    reason = f'{address} has text in "{other}", but the first rows of the file in "{column}"'
+    return Unusable(reason, f"Name the column with the text: {setting(other)}, or {setting(column)}")
+
+
 def _article(row: Any, number: int, address: str, column: str) -> Row:
     """number: of the row in the whole source, which identifies a document without an id."""
     if not isinstance(row, dict):
@@ -140,9 +163,9 @@ def _article(row: Any, number: int, address: str, column: str) -> Row:
         wanted = f'no "{column}"' if column else 'neither "document" nor "text"'
         if len(known) > 1:
             wanted = 'both "document" and "text"'
-        remedy = "Rename the source's columns to document and summary, or to text"
+        remedy = 'Write it with one text per row, in a column called "text"'
         if not column and (likely := likely_column(row)):
-            remedy = f"Name the column with the text: TEXT_COLUMN={likely}"
+            remedy = f"Name the column with the text: {setting(likely)}"
         return Unusable(f"{address} has {wanted}; it has {columns}", remedy)
     key = known[0]
     text = row[key]
@@ -243,6 +266,7 @@ class Source(NamedTuple):
                     done=(bytes_before + block.done * size) / all_bytes,
                     first_in_file=block.first,
                     column=block.column,
+                    is_asked=bool(self.column),
                 )
                 rows_in_file = block.first - 1 + _length(block)
             bytes_before += size
@@ -325,13 +349,16 @@ def _json_blocks(path: Path, asked: str) -> Iterator[Block]:
     with path.open("rb") as file:
         stream: Any = file
         try:
-            if path.suffix in COMPRESSED:
+            begins = file.read(max(map(len, COMPRESSED)))
+            file.seek(0)
+            compressed = next((kind for sign, kind in COMPRESSED.items() if begins.startswith(sign)), "")
+            if compressed:
                 import pyarrow
 
-                stream = io.BufferedReader(pyarrow.CompressedInputStream(file, COMPRESSED[path.suffix]), BLOCK_BYTES)
+                stream = io.BufferedReader(pyarrow.CompressedInputStream(file, compressed), BLOCK_BYTES)
             start = stream.read(BLOCK_BYTES)
             start = _without_mark(start, path)
-            if start.lstrip()[:1] == b"[" and re.search(r"\.json(\.gz|\.zst)?$", path.name):
+            if start.lstrip()[:1] == b"[":
                 yield from _array_blocks(start + stream.read(), path, asked)
                 return
             first = 1
@@ -403,7 +430,8 @@ def _parquet_blocks(paths: list[Path], name: str, asked: str) -> Iterator[Block]
             names = file.schema_arrow.names
             check_names(names, asked, name)
             column = text_column(_first_rows(file), asked, name)
-            read = [each for each in names if each in (column, *BESIDE_THE_TEXT)] if column else None
+            wanted = {column, *BESIDE_THE_TEXT}
+            read = [each for each in names if each in wanted or (is_known(each) and not asked)] if column else None
             for batch in file.iter_batches(BLOCK_ROWS, columns=read):
                 yield Block(batch, name, first, (first + batch.num_rows - 1) / rows, column=column)
                 first += batch.num_rows
@@ -420,7 +448,7 @@ def _first_rows(file: Any) -> list[dict[str, Any]]:
     for field in file.schema_arrow:
         is_number = pyarrow.types.is_primitive(field.type)
         is_large = pyarrow.types.is_fixed_size_list(field.type) or pyarrow.types.is_binary(field.type)
-        if field.name in DEFAULT_NAMES or not (is_number or is_large):
+        if is_known(field.name) or not (is_number or is_large):
             columns.append(field.name)
     batch = next(file.iter_batches(SAMPLE_ROWS, columns=columns), None)
     try:

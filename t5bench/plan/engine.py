@@ -29,7 +29,7 @@ from t5bench.plan.releases import check_packages
 from t5bench.plan.toolkit import check_curand
 from t5bench.record.ds_config import check_strategy
 from t5bench.record.machine import checksum, installed_version
-from t5bench.text import guard_streams
+from t5bench.text import guard_streams, visible
 
 CHECKSUMS = REPOSITORY / "patches" / "checksums"
 SERIES = "series"
@@ -52,6 +52,7 @@ IMPORTED_IF_THERE = {
 # The extensions that DeepSpeed compiles for a strategy of this project.
 DEEPSPEED_EXTENSIONS = ("cpu_adam", "fused_adam", "utils", "deepspeed_shm_comm")
 MOST_NAMED = 3
+NO_JSON = "Correct it; JSON has no comments, no comma after a last entry and only double quotation marks"
 # Where the engine compiles its kernels, in its checkout.
 KERNELS = Path("megatron", "fused_kernels", "build")
 COMPILING_SECONDS = 900  # longer than any extension of the engine takes
@@ -279,19 +280,26 @@ def effective_config(draft: Draft) -> dict[str, Any] | None:
     options = config_of_settings(draft)
     path = FILES / "ds_configs" / draft.strategy.ds_config
     try:
-        stage_config = json.loads(path.read_text(), object_pairs_hook=without_repetition)
-        unread = check_strategy(stage_config, str(path))
+        written = json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=without_repetition)
+        stage_config, unread = check_strategy(written, str(path))
     except Problem as problem:
         draft.refuse("ds-config", str(problem), problem.remedy)
         return None
     except Repetition as error:
         draft.refuse("ds-config", f"{path}: an object {error}", "Keep one of them")
         return None
+    except json.JSONDecodeError as error:
+        draft.refuse("ds-config", f"{path}: line {error.lineno} is no JSON, found {_line(error)}", NO_JSON)
+        return None
     except (OSError, ValueError) as error:
         draft.refuse("ds-config", f"{path}: {error}")
         return None
     if unread:
-        draft.notes.append(f"note: DeepSpeed does not read {', '.join(unread)} in {path}, which changes nothing")
+        draft.notes.append(f"note: {', '.join(unread)} in {path} is no option of DeepSpeed, and is left out")
+    for name in options.keys() & stage_config.keys():
+        found = f'{name} is "{stage_config[name]}" in {path}, but GRADIENT_REDUCTION={options[name]}'
+        if options[name] != stage_config[name]:
+            draft.refuse("ds-config", found, "Remove one of them")
     zero = stage_config["zero_optimization"]
     if zero["stage"] > 1 and draft.number("PIPELINE_PARALLEL_SIZE") > 1:
         problem = f"DeepSpeed's pipeline engine supports only ZeRO stage 1, found {zero['stage']}"
@@ -304,6 +312,11 @@ def effective_config(draft: Draft) -> dict[str, Any] | None:
         warning = f"warning: overlap_comm is true ({source}), with which ZeRO-2 and ZeRO-3 have hung on GPUs"
         draft.notes.append(f"{warning}: OVERLAP_COMM=off avoids it (DeepSpeed's default for ZeRO-3 is true)")
     return options | stage_config
+
+
+def _line(error: json.JSONDecodeError) -> str:
+    """What stands where JSON was expected."""
+    return visible(error.doc.split("\n")[error.lineno - 1].strip()) or "nothing"
 
 
 def offload_device(config: Mapping[str, Any], name: str) -> str:

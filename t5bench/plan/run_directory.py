@@ -150,7 +150,9 @@ def prepare(plan: Plan, launcher: int, script: str) -> None:
     # Before anything starts, so that a lack of inodes or space shows now and not later.
     for suffix in ("log", "samples.jsonl"):
         (directory / f"{name}.{suffix}").write_text("")
-    (directory / f"{name}.plan").write_text(json.dumps(plan.to_json()))
+    planned = directory / f"{name}.plan"
+    planned.touch(0o600)  # it holds secrets in clear text, until the recorder has read it
+    planned.write_text(json.dumps(plan.to_json()))
     command_file(plan).write_text(script)
     wandb_config = plan.environment.get("WANDB_SWEEP_PARAM_PATH", "")
     if wandb_config.startswith(f"{directory}/"):

@@ -4,22 +4,39 @@ What changes neither the trained numbers nor what is measured passes. An option 
 default, and any other value of it is refused with what would go wrong. What comes from the settings is refused.
 What DeepSpeed itself does not read passes, unless it looks like a misspelt option. Values are as strict as keys:
 DeepSpeed reads "false" as true, and "auto" is a word of another library. All faults of a file are told at once.
+
+DeepSpeed gets only what has an effect: some releases refuse an option that another one had, even if it is off.
 """
 
 import difflib
+import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from t5bench import Problem
 
 STAGES = (1, 2, 3)
-DATA_TYPES = ("fp32", "fp16", "bf16", "bfp16")  # DeepSpeed also writes bf16 as bfp16
+DATA_TYPES = ("fp32", "fp16", "bf16")
 DEVICES = ("cpu", "none")
 # What a value must be, in words; None if this one is.
 Check = Callable[[Any], str | None]
+# As many options are named where one is unknown.
+MOST_NAMED = 12
+MOST_SHOWN = 60
+
+
+@dataclass(frozen=True)
+class WithoutEffect:
+    """An option of which only such values pass as change nothing; DeepSpeed does not get it."""
+
+    check: Check
+
+    def __call__(self, value: Any) -> str | None:
+        return self.check(value)
 
 
 def _is_number(value: Any) -> bool:
@@ -46,8 +63,8 @@ def share(value: Any) -> str | None:
 
 def one_of(*values: Any) -> Check:
     def check(value: Any) -> str | None:
-        is_one = not isinstance(value, bool) and value in values
-        return None if is_one else " or ".join(map(repr, values)).replace("'", '"')
+        is_one = type(value) in map(type, values) and value in values
+        return None if is_one else " or ".join(map(_shown, values))
 
     return check
 
@@ -56,8 +73,8 @@ def text(value: Any) -> str | None:
     return None if value is None or isinstance(value, str) else "a text"
 
 
-def some_text(value: Any) -> str | None:
-    return None if isinstance(value, str) else "a text"
+def an_object(value: Any) -> str | None:
+    return None if isinstance(value, dict) else "an object of options"
 
 
 def names(value: Any) -> str | None:
@@ -65,14 +82,17 @@ def names(value: Any) -> str | None:
     return None if is_list else "a list of names"
 
 
-def at_default(default: Any, why: str) -> Check:
-    """Of an option that may only have DeepSpeed's own default; why: what another value would do."""
+def at_default(default: Any, why: str, *same: Any) -> WithoutEffect:
+    """Of an option that may only have DeepSpeed's own default; why: what another value would do.
+
+    same: other values that mean the same.
+    """
 
     def check(value: Any) -> str | None:
-        is_default = value == default and isinstance(value, bool) == isinstance(default, bool)
+        is_default = any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in (default, *same))
         return None if is_default else f"{_shown(default)}, its default, because {why}"
 
-    return check
+    return WithoutEffect(check)
 
 
 def left_out(why: str) -> Check:
@@ -83,28 +103,34 @@ def left_out(why: str) -> Check:
 Options = Mapping[str, "Check | Options"]
 
 
-def off(why: str = "it would train, or measure, something else", **inner: Check) -> Check:
+def off(why: str = "it would train, or measure, something else", *switches: str) -> WithoutEffect:
     """Of a part of DeepSpeed that must be off; what else it is told then changes nothing.
 
-    inner: its other options, where DeepSpeed refuses any that it does not know.
+    switches: what turns it on; by default "enabled".
     """
 
     def check(value: Any) -> str | None:
         if not isinstance(value, dict):
             return "an object of options"
-        wanted = at_default(False, why)(value.get("enabled", False))
-        if wanted:
-            return f'an object whose "enabled" is {wanted}'
-        for name, entry in value.items():
-            if not inner or name == "enabled":
-                continue
-            if name not in inner:
-                return f'an object that has only "enabled", {", ".join(inner)}'
-            if inner[name](entry):
-                return f'an object whose "{name}" is {inner[name](entry)}'
+        for name in switches or ("enabled",):
+            if value.get(name, False) is not False:
+                return f'an object whose "{name}" is false, because {why}'
         return None
 
-    return check
+    return WithoutEffect(check)
+
+
+def all_off(value: Any) -> bool:
+    """Whether nothing in an object of objects is enabled."""
+    if not isinstance(value, dict):
+        return True
+    return value.get("enabled", False) is False and all(map(all_off, value.values()))
+
+
+def off_throughout(why: str) -> WithoutEffect:
+    """Of a part whose parts have switches of their own."""
+    wanted = f'an object in which every "enabled" is false, because {why}'
+    return WithoutEffect(lambda value: None if isinstance(value, dict) and all_off(value) else wanted)
 
 
 # With these four together, ZeRO-2 trained another model in DeepSpeed 0.18.3.
@@ -131,7 +157,7 @@ ZERO: Options = {
     "overlap_comm": switch,
     "reduce_bucket_size": whole(1),
     "allgather_bucket_size": whole(1),
-    "sub_group_size": whole(1),
+    "sub_group_size": whole(0),
     "memory_efficient_linear": switch,
     "offload_optimizer": OFFLOADING,
     "offload_param": OFFLOADING,
@@ -155,9 +181,14 @@ ZERO: Options = {
     "override_module_apply": at_default(True, "the engine's own weights would be lost"),
     "zenflow": at_default(None, "updates would come late"),
     "leaf_module": left_out("it is for mixtures of experts"),
-    "cpu_offload": at_default(None, "offload_optimizer says it"),
-    "cpu_offload_param": at_default(None, "offload_param says it"),
-    "cpu_offload_use_pin_memory": at_default(None, "offload_optimizer says it"),
+    # Of earlier releases.
+    "cpu_offload": at_default(None, "offload_optimizer says it", False),
+    "cpu_offload_param": at_default(None, "offload_param says it", False),
+    "cpu_offload_params": at_default(None, "offload_param says it", False),
+    "cpu_offload_use_pin_memory": at_default(None, "offload_optimizer says it", False),
+    "mics_shard_size": at_default(-1, OTHER_TRAFFIC),
+    "mics_hierarchical_params_gather": at_default(False, OTHER_TRAFFIC),
+    "zeropp_loco_param": at_default(None, "gradients would be rounded before they are added"),
     "contiguous_gradients": at_default(True, OTHER_REDUCTION),
     "reduce_scatter": at_default(True, OTHER_REDUCTION),
     "allgather_partitions": at_default(True, OTHER_REDUCTION),
@@ -173,26 +204,20 @@ ZERO: Options = {
     "zero_quantized_gradients": at_default(False, "gradients would be rounded before they are added"),
 }
 OWN_LOG = "the engine sends its metrics to W&B itself"
+OWN_STAGES = "the engines divide the layers themselves"
+OTHER_COMPILER = "the other runs are not compiled"
 OTHER_SAMPLES = "sequences would grow, and the samples be others"
 NO_EXPERTS = "there are no experts here"
 # A strategy's file.
 STRATEGY: Options = {
     "zero_optimization": ZERO,
-    "communication_data_type": one_of(*DATA_TYPES),
+    "communication_data_type": one_of(*DATA_TYPES, None),
     "comms_logger": {"enabled": switch, "verbose": switch, "prof_all": switch, "debug": switch, "prof_ops": names},
     "wall_clock_breakdown": switch,
     "dump_state": switch,
     "memory_breakdown": switch,
     "zero_allow_untested_optimizer": switch,
-    "aio": {
-        "block_size": whole(1),
-        "queue_depth": whole(1),
-        "intra_op_parallelism": whole(1),
-        "thread_count": whole(1),
-        "single_submit": switch,
-        "overlap_events": switch,
-        "use_gds": switch,
-    },
+    "aio": WithoutEffect(an_object),  # of NVMe
     "checkpoint": {
         "tag_validation": one_of("Ignore", "Warn", "Fail", "IGNORE", "WARN", "FAIL"),
         "load_universal": at_default(False, "RESUME decides what is loaded"),
@@ -213,55 +238,47 @@ STRATEGY: Options = {
     "disable_allgather": at_default(False, OTHER_TRAFFIC),
     "zero_force_ds_cpu_optimizer": at_default(True, "offloading would use another Adam"),
     "flops_profiler": off(),
-    "amp": off(),
     "autotuning": off(),
-    "elasticity": off(),
-    "compile": off(),
+    "compile": off(OTHER_COMPILER, "enabled", "deepcompile", "autoep_non_moe"),
     "torch_autocast": off(),
-    "hybrid_engine": off(
-        max_out_tokens=whole(1),
-        inference_tp_size=whole(1),
-        release_inference_cache=switch,
-        pin_parameters=switch,
-        tp_gather_partition_size=whole(1),
-        enable_cuda_graph=switch,
-    ),
-    "tensorboard": off(OWN_LOG, output_path=some_text, job_name=some_text),
-    "wandb": off(OWN_LOG, group=text, team=text, project=some_text),
-    "csv_monitor": off(OWN_LOG, output_path=some_text, job_name=some_text),
-    "comet": off(
-        OWN_LOG,
-        samples_log_interval=whole(0),
-        project=text,
-        workspace=text,
-        api_key=text,
-        experiment_name=text,
-        experiment_key=text,
-        online=lambda value: None if value is None else switch(value),
-        mode=text,
-    ),
+    "hybrid_engine": off(),
+    "tensorboard": off(OWN_LOG),
+    "wandb": off(OWN_LOG),
+    "csv_monitor": off(OWN_LOG),
+    "comet": off(OWN_LOG),
+    "data_efficiency": off(OTHER_SAMPLES),
     # Of earlier releases.
     "curriculum_learning": off(OTHER_SAMPLES),
-    "data_efficiency": off(OTHER_SAMPLES),
+    "amp": off(),
+    "elasticity": off(),
     "progressive_layer_drop": off(),
     "eigenvalue": off(),
-    "quantize_training": off(),
+    "quantize_training": off_throughout("it is another model"),
     "nebula": off("RESUME would not find the checkpoint's files"),
+    "graph_harvesting": at_default(False, "it would measure something else"),
     "sparse_attention": left_out("it is another model"),
-    "compression_training": left_out("it is another model"),
-    "fp32_allreduce": left_out("GRADIENT_REDUCTION decides it"),
+    "compression_training": off_throughout("it is another model"),
+    "fp32_allreduce": at_default(False, "GRADIENT_REDUCTION decides it"),
     # What is measured or said, not what is trained.
     "timers": {"throughput": {"enabled": switch, "synchronized": switch}},
-    "log_level": some_text,
+    "log_level": one_of("debug", "info", "warning", "error", "critical"),
     "dataloader_drop_last": switch,  # of a loader that the engines do not use
     "disable_python_gc": at_default(False, "memory would grow otherwise than in the other runs"),
     "gradient_allreduce_op": at_default("mean", "gradients would be summed, not averaged"),
     "managed_gradient_accumulation": at_default(True, "the engine would step at other times"),
     "seq_parallel_communication_data_type": at_default("fp32", "it belongs to another strategy"),
-    "tensor_parallel": left_out("TENSOR_PARALLEL_SIZE decides it"),
+    "tensor_parallel": {"autotp_size": at_default(0, "TENSOR_PARALLEL_SIZE decides it", 1)},
+    "sequence_parallel_size": at_default(1, "DeepSpeed would divide the batch by it"),
     "expert_parallel": left_out(NO_EXPERTS),
     "use_data_before_expert_parallelism": at_default(False, NO_EXPERTS),
-    "pipeline": left_out("the engines divide the layers themselves"),
+    "pipeline": {
+        "stages": at_default("auto", OWN_STAGES),
+        "partition": at_default("best", OWN_STAGES),
+        "seed_layers": at_default(False, "weights would begin with other numbers"),
+        "activation_checkpoint_interval": at_default(0, "RECOMPUTE decides it"),
+        "pipe_partitioned": at_default(True, OTHER_TRAFFIC),
+        "grad_partitioned": at_default(True, OTHER_TRAFFIC),
+    },
     "weight_quantization": left_out("weights would be rounded"),
     "datastates_ckpt": left_out("RESUME would not find the checkpoint's files"),
     "data_types": {
@@ -295,8 +312,17 @@ class Fault(NamedTuple):
     remedy: str
 
 
-def check_strategy(config: Any, file: str) -> list[str]:
-    """Checks a strategy's own file; returns the options in it that DeepSpeed does not read. Raises Problem.
+class Checked(NamedTuple):
+    """A strategy's file that may be used."""
+
+    options: dict[str, Any]
+    """What has an effect, which DeepSpeed gets."""
+    unread: list[str]
+    """The names of options that no release of DeepSpeed has."""
+
+
+def check_strategy(config: Any, file: str) -> Checked:
+    """Checks a strategy's own file. Raises Problem.
 
     file: its name. megatron_zero3.json that says stage 2 would train ZeRO-2 and be compared as ZeRO-3, and one without
     offload be compared as ZeRO-3 with it.
@@ -308,7 +334,8 @@ def check_strategy(config: Any, file: str) -> list[str]:
     faults = []
     twice = sorted(config.keys() & set(FROM_SETTINGS))
     if twice:
-        found = f"{', '.join(twice)} come from the settings and must not be in the strategy's JSON"
+        verb = "come" if len(twice) > 1 else "comes"
+        found = f"{', '.join(twice)} {verb} from the settings and must not be in the strategy's JSON"
         faults.append(Fault(found, "Remove them from the file; README lists the settings"))
     known = {name: value for name, value in own.items() if name not in unread}
     inner = list(_faults(known, STRATEGY, ""))
@@ -321,7 +348,19 @@ def check_strategy(config: Any, file: str) -> list[str]:
     if faults:
         said = [f"{fault.found}. {fault.remedy}" for fault in faults]
         raise Problem(f"{file}: {len(faults)} things must change", "\n".join(said))
-    return unread
+    return Checked(_with_effect(known, STRATEGY), unread)
+
+
+def _with_effect(value: Mapping[str, Any], options: Options) -> dict[str, Any]:
+    """What of these options DeepSpeed is to get."""
+    left: dict[str, Any] = {}
+    for name, entry in value.items():
+        kind = options[name]
+        if isinstance(kind, Mapping):
+            entry = _with_effect(entry, kind)
+        if not isinstance(kind, WithoutEffect) and entry not in ({}, None):
+            left[name] = entry
+    return left
 
 
 def _faults(value: Any, options: "Check | Options", path: str) -> Iterator[Fault]:
@@ -329,7 +368,7 @@ def _faults(value: Any, options: "Check | Options", path: str) -> Iterator[Fault
     if callable(options):
         wanted = options(value)
         if wanted:
-            remedy = "Correct the value, or remove it"
+            remedy = "Remove it" if wanted.startswith("left out") else "Correct the value, or remove it"
             if path in CURRICULUM:
                 remedy = f"Remove it. {WHY_NO_CURRICULUM}"
             yield Fault(f"{path} must be {wanted}, found {_shown(value)}", remedy)
@@ -342,7 +381,11 @@ def _faults(value: Any, options: "Check | Options", path: str) -> Iterator[Fault
             yield from _faults(inner, options[name], _joined(path, name))
             continue
         meant = _meant(name, options)
-        remedy = f"Write {meant}, or remove it" if meant else f"Remove it. It may be one of {', '.join(options)}"
+        remedy = "Remove it"
+        if meant:
+            remedy = f"Write {meant}, or remove it"
+        elif len(options) <= MOST_NAMED:
+            remedy = f"Remove it. It may be one of {', '.join(options)}"
         yield Fault(f"{_joined(path, name)} is not an option that this project knows", remedy)
 
 
@@ -380,6 +423,5 @@ def _joined(path: str, name: str) -> str:
 
 def _shown(value: Any) -> str:
     """As JSON writes it, shortened."""
-    words = {None: "null", True: "true", False: "false"}
-    is_word = value is None or isinstance(value, bool)
-    return words[value] if is_word else repr(value)[:60].replace("'", '"')
+    written = json.dumps(value, default=repr)
+    return written if len(written) <= MOST_SHOWN else f"{written[:MOST_SHOWN]} ..."

@@ -1,6 +1,7 @@
 """Which column of a source is trained on: of several that may be meant none is guessed, and a plain one is taken."""
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -44,11 +45,17 @@ AMBIGUOUS = [
     ({"text": "A title", "main_part": PROSE * 3}, "main_part"),
     ({"document": "17", "utterances": PROSE * 2}, "utterances"),
     ({"text": "天气", "正文": "今天很冷" * 9}, "正文"),
+    ({"text": PROSE, "te\u200bxt": OTHER}, "te\u200bxt"),
+    ({"text": OTHER, " Text": PROSE}, " Text"),
+    ({"document": "report-17.pdf", "html": f"<html><p>{PROSE}</p></html>"}, "html"),
+    ({"text": "main.py", "code": "def f():\n    return 1\n" * 3}, "code"),
+    ({"document": "4711", "payload": json.dumps({"body": PROSE})}, "payload"),
 ]
 NOT_TEXT = [
     {"document": "report-17.pdf", "text": [PROSE, OTHER]},
     {"document": "report-17.pdf", "text": {"raw": PROSE}},
     {"text": "Weather", "messages": [{"role": "user", "content": PROSE * 3}]},
+    {"document": "report-17.pdf", "text": ""},
 ]
 PLAIN = [
     ({"text": PROSE}, "text"),
@@ -73,7 +80,7 @@ def test_more_than_one_column_may_be_meant(tmp_path: Path, row: dict[str, Any], 
     with pytest.raises(Problem, match="has 2 columns that may hold the text: ") as caught:
         prepared(tmp_path, source)
     assert all(f'"{name}"' in caught.value.found for name in row)
-    assert f"TEXT_COLUMN={meant}" in caught.value.remedy
+    assert f"TEXT_COLUMN={shlex.quote(meant)}" in caught.value.remedy
     assert not list((tmp_path / "out").iterdir())
     assert prepared(tmp_path, source, TEXT_COLUMN=meant) == [row[meant]] * 3
 
@@ -84,8 +91,56 @@ def test_a_column_that_is_no_text_is_not_passed_over(tmp_path: Path, row: dict[s
     source = written(tmp_path, [row] * 3, kind)
     with pytest.raises(Problem, match="columns that may hold the text"):
         prepared(tmp_path, source)
-    with pytest.raises(Problem, match="no string as"):
+    with pytest.raises(Problem, match=r"not texts|no document with text"):
         prepared(tmp_path, source, TEXT_COLUMN=list(row)[1])
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json", "parquet"])
+@pytest.mark.parametrize(
+    ("value", "word"),
+    [([PROSE, OTHER], "lists"), ({"value": PROSE}, "objects"), (17, "numbers"), (2.5, "numbers"), (True, "true and")],
+    ids=["list", "object", "whole number", "number", "truth"],
+)
+def test_a_column_of_another_type_is_told_once(tmp_path: Path, value: Any, word: str, kind: str):
+    source = written(tmp_path, [{"text": value, "id": "1"}] * 3, kind)
+    with pytest.raises(Problem, match=f'the column "text" of .* holds {word}') as caught:
+        prepared(tmp_path, source)
+    assert "one text per row" in caught.value.remedy
+
+
+def test_bytes_in_a_parquet_file(tmp_path: Path):
+    """As older writers make them of texts."""
+    with pytest.raises(Problem, match=r'the column "text" of .* holds bytes'):
+        prepared(tmp_path, written(tmp_path, [{"text": PROSE.encode()}], "parquet"))
+    with pytest.raises(Problem, match=r'"content" \(bytes\)'):
+        prepared(tmp_path, written(tmp_path, [{"text": "a-17", "content": PROSE.encode()}], "parquet"))
+
+
+# The first rows have their text in one column, later ones in another.
+CHANGING = {
+    "a body later": ({"text": "id-17"}, {"text": "id-18", "body": PROSE}, "body"),
+    "a document later": ({"text": PROSE}, {"text": "id", "document": OTHER}, "document"),
+    "another spelling later": ({"text": PROSE}, {"text": None, "Text": OTHER}, "Text"),
+    "content later": ({"document": PROSE}, {"document": "", "content": OTHER}, "content"),
+}
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json", "parquet"])
+@pytest.mark.parametrize("name", CHANGING)
+def test_every_later_row_must_agree_with_the_first(tmp_path: Path, name: str, kind: str):
+    early, late, other = CHANGING[name]
+    columns = dict.fromkeys({**early, **late})  # a table has all columns in every row
+    rows = [columns | early if kind == "parquet" else early] * 70 + [columns | late if kind == "parquet" else late]
+    with pytest.raises(Problem, match=rf'71 of .* has text in "{other}", but|"{other}" \(empty\)') as caught:
+        prepared(tmp_path, written(tmp_path, rows, kind))
+    assert f"TEXT_COLUMN={other}" in caught.value.remedy.replace("'", "")
+    assert prepared(tmp_path, written(tmp_path, rows, kind), TEXT_COLUMN=next(iter(early)))
+
+
+def test_a_name_twice_that_json_may_write_in_two_ways(tmp_path: Path):
+    (tmp_path / "a.jsonl").write_text('{"\\u6b63\\u6587": "file.txt", "正文": "two"}\n')
+    with pytest.raises(Problem, match='has "正文" twice'):
+        prepared(tmp_path, tmp_path / "a.jsonl", TEXT_COLUMN="正文")
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "json", "parquet"])
@@ -129,6 +184,16 @@ def test_a_column_of_another_name_is_named(tmp_path: Path):
         prepared(tmp_path, source, TEXT_COLUMN="review")
 
 
+def test_only_what_could_be_taken_is_proposed(tmp_path: Path):
+    """And as one types it."""
+    with pytest.raises(Problem, match='neither "document" nor "text"') as caught:
+        prepared(tmp_path, written(tmp_path, [{"messages": [{"content": PROSE}]}], "jsonl"))
+    assert "TEXT_COLUMN" not in caught.value.remedy and "one text per row" in caught.value.remedy
+    with pytest.raises(Problem) as caught:
+        prepared(tmp_path, written(tmp_path, [{"the story": PROSE}], "jsonl"))
+    assert caught.value.remedy.endswith("TEXT_COLUMN='the story'")
+
+
 def test_each_file_of_a_directory_is_looked_at(tmp_path: Path):
     (tmp_path / "in").mkdir()
     corpus.write_jsonl(tmp_path / "in" / "a.jsonl", [{"text": PROSE}])
@@ -139,7 +204,7 @@ def test_each_file_of_a_directory_is_looked_at(tmp_path: Path):
 
 def test_a_row_without_the_column_of_the_others_is_refused(tmp_path: Path):
     rows = [{"text": PROSE}] * 70 + [{"document": "c.txt"}]
-    with pytest.raises(Problem, match=r'line 71 of .* has no "text"; it has document'):
+    with pytest.raises(Problem, match=r'line 71 of .* has text in "document", but'):
         prepared(tmp_path, written(tmp_path, rows, "jsonl"))
 
 

@@ -133,7 +133,7 @@ def test_building_keeps_order_and_counts(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(source, "BLOCK_BYTES", 20_000)
     expected = ids_of(encoder, [text for text in texts if text.strip()])
     for workers, encoder.dtype, limit, skipped in ((1, "int32", None, 2), (3, "uint16", 401, 2), (1, "uint16", 9, 0)):
-        counts = convert_source(Source(path, limit=limit), tmp_path / "m", encoder, workers)
+        counts = convert_source(Source(path, limit=limit), tmp_path / "m", encoder, workers, job=[workers, limit])
         made = expected[:limit]
         assert documents_of(tmp_path / "m_document") == made
         assert read_index(tmp_path / "m_document").dtype == encoder.dtype

@@ -94,8 +94,9 @@ BAD_SOURCES = [
     ("jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 99)[:-9], r"is damaged \(Truncated compressed stream\)"),
     ("jsonl", b'{"text": "fine"}\n\n{"txt": "a"}\n', 'line 3 of .* has no "text"; it has txt'),
     ("jsonl", b'{"text": "fine"}\n' * 3 + b'{"text": \n', "line 4 of .* is not a JSON object"),
-    ("jsonl", b'{"text": 5}\n', 'line 1 of .* has no string as "text", but int'),
-    ("jsonl", b'["text"]\n', "line 1 of .* is not a JSON object"),
+    ("jsonl", b'{"text": "fine"}\n{"text": 5}\n', 'line 2 of .* has no string as "text", but int'),
+    ("jsonl", b'{"text": 5}\n', 'the column "text" of .* holds numbers, not texts'),
+    ("jsonl", b'["text"]\n', "row 1 of .* is not a JSON object"),
     ("jsonl", b'{"text": "fine"}\n{"text": "\xff"}\n', "line 2 of .* is not a JSON object .*decode byte 0xff"),
     ("jsonl", b'{"text": " "}\n', "no document with text"),
 ]

@@ -425,7 +425,7 @@ JSONS = {
     ),
     "a wrong stage": ({"zero_optimization": ZERO | {"offload_param": {"device": "cpu"}}}, "offload_param needs ZeRO"),
     "a disk": ({"zero_optimization": ZERO | {"offload_optimizer": {"device": "nvme"}}}, 'found "nvme"'),
-    "from settings": ({"zero_optimization": ZERO, "train_batch_size": 3}, "come from the settings"),
+    "from settings": ({"zero_optimization": ZERO, "train_batch_size": 3}, "comes from the settings"),
     "no stage of that number": ({"zero_optimization": {"stage": 5}}, "stage must be 1 or 2 or 3, found 5"),
     "no stage": ({}, "zero_optimization"),
     "offloaded": ({"zero_optimization": ZERO | {"offload_optimizer": {"device": "cpu"}}}, ""),
@@ -464,10 +464,53 @@ def test_a_file_that_promises_offload_must_offload(making, monkeypatch, tmp_path
     assert making("zero3_offload").codes == []
 
 
+NO_JSON = {
+    "comment": '{"zero_optimization": {"stage": 2}} // as on the old cluster',
+    "comment line": '{\n  # as on the old cluster\n  "zero_optimization": {"stage": 2}\n}',
+    "comma": '{\n  "zero_optimization": {"stage": 2},\n}\n',
+    "single quotes": "{'zero_optimization': {'stage': 2}}",
+    "Python's words": '{"zero_optimization": {"stage": 2, "overlap_comm": True}}',
+    "cut short": '{"zero_optimization":\n',
+    "empty": "",
+}
+
+
+@pytest.mark.parametrize("name", NO_JSON)
+def test_a_file_that_is_no_json_is_told_with_its_line(making, monkeypatch, tmp_path: Path, name: str):
+    (tmp_path / "ds_configs").mkdir()
+    (tmp_path / "ds_configs" / "megatron_zero2.json").write_text(NO_JSON[name])
+    monkeypatch.setattr("t5bench.plan.engine.FILES", tmp_path)
+    [obstacle] = [o for o in making("zero2").plan.obstacles if o.code == "ds-config"]
+    assert re.search(r"line \d+ is no JSON, found .+", obstacle.found) and "no comments" in obstacle.remedy
+
+
+def test_deepspeed_gets_what_has_an_effect(making, monkeypatch, tmp_path: Path):
+    """What other releases would refuse although it is off, what none reads, and a mark that an editor writes."""
+    (tmp_path / "ds_configs").mkdir()
+    config = {"zero_optimization": ZERO | {"cpu_offload": False}, "amp": {"enabled": False}, "_why": "x"}
+    (tmp_path / "ds_configs" / "megatron_zero2.json").write_text("\ufeff" + json.dumps(config))
+    monkeypatch.setattr("t5bench.plan.engine.FILES", tmp_path)
+    made = making("zero2")
+    plain = {"train_batch_size", "train_micro_batch_size_per_gpu", "gradient_clipping", "bf16", "fp16"}
+    assert made.codes == [] and made.plan.ds_config.keys() == plain | {"steps_per_print", "zero_optimization"}
+    assert made.plan.ds_config["zero_optimization"] == ZERO and "_why in" in made.said
+
+
+def test_one_type_for_the_sum_of_gradients(making, monkeypatch, tmp_path: Path):
+    (tmp_path / "ds_configs").mkdir()
+    config = {"zero_optimization": ZERO, "communication_data_type": "bf16"}
+    (tmp_path / "ds_configs" / "megatron_zero2.json").write_text(json.dumps(config))
+    monkeypatch.setattr("t5bench.plan.engine.FILES", tmp_path)
+    assert making("zero2").plan.ds_config["communication_data_type"] == "bf16"
+    made = making("zero2", GRADIENT_REDUCTION="fp32")
+    assert made.codes == ["ds-config"] and "GRADIENT_REDUCTION=fp32" in made.said
+
+
 def test_the_options_exist_in_deepspeed():
     """By its source: importing it takes seconds."""
     config = Path(util.find_spec("deepspeed").origin).with_name("runtime") / "zero" / "config.py"
-    assert set(re.findall(r"\w+", config.read_text())) >= ds_config.ZERO.keys()
+    given = {name for name, kind in ds_config.ZERO.items() if not isinstance(kind, ds_config.WithoutEffect)}
+    assert set(re.findall(r"\w+", config.read_text())) >= given
 
 
 @pytest.mark.parametrize(
