@@ -30,7 +30,7 @@ mode=''
 [[ ${1:-} != --* ]] || { mode=$1 && shift; }
 if [[ -z $MEGATRON_DATA_DIR ]]; then
   MEGATRON_DATA_DIR=$REPO_ROOT/outputs/parity/${FAMILY_PREFIX}${MODEL:+model-}data
-  SAMPLE=1 TOKENIZER_MODEL='' MEGATRON_DATA_DIR=$MEGATRON_DATA_DIR bash "$REPO_ROOT/scripts/prepare_xsum_megatron.sh" >/dev/null
+  SAMPLE=1 TOKENIZER_MODEL='' MEGATRON_DATA_DIR=$MEGATRON_DATA_DIR attend bash "$REPO_ROOT/scripts/prepare_xsum_megatron.sh" >/dev/null
 fi
 export MODEL_PRESET TRAIN_ITERS GLOBAL_BATCH_SIZE MICRO_BATCH_SIZE LR MIN_LR LR_WARMUP_ITERS WEIGHT_DECAY CLIP_GRAD SEED
 export MEGATRON_DATA_DIR PYTHON

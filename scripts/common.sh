@@ -9,10 +9,13 @@ fi
 
 # A process is what its parent left it: a closed stream's number would go to the next file that is opened, and what this
 # script creates it must be able to read. t5bench/inherited.py sees to the signals.
-[[ -e /dev/fd/0 ]] || exec 0</dev/null
+[[ -e /dev/fd/0 && ! -d /dev/fd/0 ]] || exec 0</dev/null
 [[ -e /dev/fd/1 ]] || exec 1>/dev/null
 [[ -e /dev/fd/2 ]] || exec 2>/dev/null
 umask u+rwx
+unset PYTHONINSPECT # which lets every Python go on with what somebody types
+# A command that was waited for may have taken the signal for its own, and bash would go on.
+trap 'exit 130' INT
 
 # The environment may export functions (cd), options (SHELLOPTS) and CDPATH to every bash; with -p, bash takes none of them.
 [[ -o privileged ]] || exec bash "-p${-//[!vx]/}" -- "$0" "$@"
@@ -140,6 +143,31 @@ python_module() (exec_module "$@")
 
 # exec_module NAME ARGUMENT...: becomes that module.
 exec_module() { require_python && cd -- "$REPO_ROOT" && exec "$PYTHON" -m "$@"; }
+
+# attend COMMAND...: runs what this script goes on after. Bash would leave it running where a signal ends the script
+# alone, as kill and process managers send it; here it gets the signal first.
+attend() {
+  local child signal received='' status=0
+  set -m # a process group of its own, which does not ignore INT
+  "$@" </dev/null &
+  child=$!
+  set +m
+  for signal in HUP INT QUIT USR1 USR2 TERM; do
+    # shellcheck disable=SC2064 # of this child and this signal
+    trap "received=$signal; kill -s $signal -- -$child || true" "$signal"
+  done
+  {
+    wait "$child" || status=$?
+    while kill -0 "$child"; do # a signal has ended the waiting
+      status=0
+      wait "$child" || status=$?
+    done
+  } 2>/dev/null # where bash says how each ended
+  trap - HUP QUIT USR1 USR2 TERM
+  trap 'exit 130' INT
+  [[ -z $received ]] || exit $((128 + $(kill -l "$received")))
+  return "$status"
+}
 
 # ---- hosts and ranks -----------------------------------------------------------------------------------------------
 

@@ -55,7 +55,7 @@ for name in "$@"; do
   [[ $name =~ ^(native|megatron)-(ddp|parity|all)$ ]] || die "there is no step '$name'" "--help names the steps"
 done
 mkdir -p -- "$RESULTS_DIR" "$WORK_DIR"
-SAMPLE=1 bash scripts/prepare_xsum_megatron.sh &>"$RESULTS_DIR/log.txt" || die "the sample data cannot be prepared" "See $RESULTS_DIR/log.txt"
+SAMPLE=1 attend bash scripts/prepare_xsum_megatron.sh &>"$RESULTS_DIR/log.txt" || die "the sample data cannot be prepared" "See $RESULTS_DIR/log.txt"
 
 status=0 chosen=" $* "
 # step NAME SECONDS SETTING... SCRIPT: runs what takes about so long, if so much time is left, and packs its runs.
@@ -69,7 +69,7 @@ step() {
     note "$name: not run, it takes about $2 s and $left s were left"
     status=3
   else
-    timeout --foreground --kill-after=20 "$left" env ENGINE="${name%-*}" RUNS_DIR="$WORK_DIR/$name" "${@:3}" &>>"$RESULTS_DIR/log.txt" || ended=$?
+    attend timeout --foreground --kill-after=20 "$left" env ENGINE="${name%-*}" RUNS_DIR="$WORK_DIR/$name" "${@:3}" &>>"$RESULTS_DIR/log.txt" || ended=$?
     "$PYTHON" -m t5bench pack "$WORK_DIR/$name" --allow world_size --allow engine -o "$RESULTS_DIR/$name.tar.gz" &>>"$RESULTS_DIR/log.txt" || ended=1
     note "$name: exit status $ended, $((SECONDS - begun)) s"
     if ((ended == 124)); then status=3; elif ((ended != 0 && status == 0)); then status=1; fi

@@ -16,10 +16,10 @@ written=$REPO_ROOT
 [[ ! -d $REPO_ROOT/outputs ]] || written=$REPO_ROOT/outputs
 { probe=$(mktemp -- "$written/.writable.XXXXXX" 2>/dev/null) && rm -f -- "$probe"; } || die "$written cannot be written" \
   "Copy the whole directory to a place of your own, such as your home directory, and run this there"
-bash "$REPO_ROOT/scripts/setup_environment.sh"
+attend bash "$REPO_ROOT/scripts/setup_environment.sh"
 export PATH=$REPO_ROOT/.venv/bin:$PATH PYTHON=$REPO_ROOT/.venv/bin/python
 export MEGATRON_DATA_DIR=$REPO_ROOT/outputs/quickstart/${FAMILY_PREFIX}${MODEL:+model-}data
-SAMPLE=1 TOKENIZER_MODEL='' bash "$REPO_ROOT/scripts/prepare_xsum_megatron.sh" >/dev/null
+SAMPLE=1 TOKENIZER_MODEL='' attend bash "$REPO_ROOT/scripts/prepare_xsum_megatron.sh" >/dev/null
 # fp32 without dropout, and clipping in some iterations, so that a strategy that trains a different
 # model shows: the gradient norms of the tiny models lie on both sides of these.
 [[ -n $FAMILY_PREFIX ]] && clip=1.65 || clip=2.15
@@ -33,7 +33,7 @@ export PROFILE_ITERATION="${PROFILE_ITERATION:-$((TRAIN_ITERS > 3 ? TRAIN_ITERS 
 # Each run keeps its model, so that one sees what a run is for.
 export SAVE_INTERVAL="${SAVE_INTERVAL:-$TRAIN_ITERS}"
 export RUNS_DIR
-bash "$REPO_ROOT/scripts/run_megatron_t5_all.sh"
+attend bash "$REPO_ROOT/scripts/run_megatron_t5_all.sh"
 
 trained=("$RUNS_DIR"/repeat1/{ddp,*}/checkpoints/latest_checkpointed_iteration.txt)
 prompt='The <extra_id_0> walks in <extra_id_1> park.'
@@ -42,7 +42,7 @@ echo
 for tracker in "${trained[@]}"; do
   [[ -f $tracker ]] || continue
   echo "After $TRAIN_ITERS iterations a tiny model cannot know much. It completes '$prompt' like this:"
-  python_module t5bench generate "${tracker%/checkpoints/*}" --prompt "$prompt"
+  attend python_module t5bench generate "${tracker%/checkpoints/*}" --prompt "$prompt"
   break
 done
 echo "Next: open the page; docs/learn.md is a course of one hour; README.md says how to run this on your nodes."

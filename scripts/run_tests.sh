@@ -14,7 +14,7 @@ if [[ ${1:-} == -h || ${1:-} == --help ]]; then
   sed -n '1d; /^#/!q; s/^# \?//p' "$0"
   exit
 fi
-bash "$REPO_ROOT/scripts/setup_environment.sh" --tests
+attend bash "$REPO_ROOT/scripts/setup_environment.sh" --tests
 export PATH=$REPO_ROOT/.venv/bin:$PATH PYTHON=$REPO_ROOT/.venv/bin/python
 cd -- "$REPO_ROOT"
 readonly SOME_TESTS_FAILED=1 # pytest's exit status

@@ -97,6 +97,8 @@ def headline(planned: Plan) -> str:
 
 def launch(planned: Plan, launcher: int) -> int:
     """Prepares the run and answers with the file of its command. launcher: its process id."""
+    if os.getppid() != launcher:
+        return 128 + signal.SIGTERM  # it is gone since before the kernel would have told this process
     planned = prepared(planned, launcher)
     if not tell(planned, is_dry_run=False):
         return EXIT_CONFIGURATION

@@ -42,10 +42,12 @@ EXIT_CODES = {
     TIMEOUT: 6,
     NETWORK: 7,
 }
+# Limits of time that a parent has set (ulimit -t, alarm, timers), and a machine that loses its power.
+LIMITS = (signal.SIGXCPU, signal.SIGALRM, signal.SIGVTALRM, signal.SIGPROF, signal.SIGPWR)
 # Signals that people, SLURM and other batch systems send to end a run, and what they are called. The recorder ends in
 # order when it receives one; KILL cannot be handled.
 SIGNALS: dict[int, str] = {
-    number: signal.Signals(number).name.removeprefix("SIG") for number in (*STOP_SIGNALS, signal.SIGXCPU)
+    number: signal.Signals(number).name.removeprefix("SIG") for number in (*STOP_SIGNALS, *LIMITS)
 }
 _START = time.time() - time.monotonic()
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import resource
 import shlex
 import signal
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from support import Project, nightly, processes_with, wait_for
+from support import REPO_ROOT, Project, nightly, processes_with, wait_for
 
 from t5bench.plan.ports import free_port
 from t5bench.record.records import load
@@ -43,7 +44,7 @@ def every_signal_ignored() -> None:
 
 def start(project: Project, prepare: Callable[[], None] = lambda: None, streams: str = "", **changes: object):
     """The DDP launcher, after its parent has prepared the process. streams: redirections of a shell."""
-    pipes = {name: changes.pop(name) for name in ("stdout", "stderr") if name in changes}
+    pipes = {name: changes.pop(name) for name in ("stdin", "stdout", "stderr") if name in changes}
     settings = {"MASTER_PORT": str(free_port()), "WANDB_MODE": "disabled"} | changes
     script = shlex.quote(str(project.script("run_megatron_t5_ddp.sh")))
     return subprocess.Popen(
@@ -70,15 +71,24 @@ def status_of(project: Project) -> str:
         (block_all, 1),
         (block_all, "TERM"),
         (lambda: os.umask(0o777), 0),
+        # As `perl -e 'alarm 60; exec @ARGV'` sets a limit, and as a machine that loses its power says it.
+        (lambda: None, "ALRM"),
+        *nightly((lambda: None, "PWR"), (lambda: None, "VTALRM"), (lambda: None, "XCPU")),
     ],
-    ids=["child-ignored", "all-ignored", "all-ignored-term", "all-blocked", "all-blocked-term", "umask"],
+    ids=[
+        *("child-ignored", "all-ignored", "all-ignored-term", "all-blocked", "all-blocked-term", "umask"),
+        *("alarm", "power", "virtual-alarm", "processor-time"),
+    ],
 )
 def test_dispositions_and_masks(project: Project, prepare: Callable[[], None], ends: int | str):
-    launcher = start(project, prepare, STUB_SLEEP="300" if ends == "TERM" else "", STUB_STATUS=str(ends))
-    if ends == "TERM":
+    launcher = start(project, prepare, STUB_SLEEP="300" if isinstance(ends, str) else "", STUB_STATUS=str(ends))
+    if isinstance(ends, str):
+        number = signal.Signals[f"SIG{ends}"]
         wait_for((project.stubs / "started").exists)
-        launcher.terminate()
-    expected = {0: ("complete", 0), 1: ("crashed", 1), "TERM": ("cancelled", 143)}[ends]
+        launcher.send_signal(number)
+        expected = ("cancelled", 128 + number)
+    else:
+        expected = {0: ("complete", 0), 1: ("crashed", 1)}[ends]
     assert (launcher.wait(40), status_of(project)) == (expected[1], expected[0])
     assert load(project.root / RUN).status == expected[0]
     assert not processes_with(f"STUB_DIR={project.stubs}")
@@ -104,11 +114,91 @@ def test_a_command_that_starts_programs_sees_how_they_end(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    "streams", ["<&-", "<&- >&- 2>&-", *nightly(">&-", "2>&-", ">&- 2>&-", "0>/dev/null 1</dev/null")]
+    "streams", ["<&-", "<&- >&- 2>&-", "</", *nightly(">&-", "2>&-", ">&- 2>&-", "0>/dev/null 1</dev/null")]
 )
 def test_streams_that_are_closed(project: Project, streams: str):
     launcher = start(project, streams=streams, STUB_STATUS="1")
     assert (launcher.wait(40), status_of(project)) == (1, "crashed")
+
+
+def test_a_python_that_would_go_on_with_what_somebody_types(project: Project):
+    launcher = start(project, PYTHONINSPECT="1", stdin=subprocess.PIPE)
+    assert (launcher.wait(40), status_of(project)) == (0, "complete")
+
+
+def test_a_signal_during_the_planning_is_not_lost(project: Project):
+    """To the launcher alone: its Python does not hear of it, and bash would think that Python has dealt with it."""
+    launcher = start(project, STUB_SLEEP="300", stderr=subprocess.PIPE)
+    wait_for(lambda: any(child.name().startswith("python") for child in children_of(launcher)))
+    launcher.send_signal(signal.SIGINT)
+    assert launcher.wait(40) == 130 and not project.was_started()
+
+
+def children_of(process: subprocess.Popen) -> list[psutil.Process]:
+    with contextlib.suppress(psutil.Error):
+        return psutil.Process(process.pid).children()
+    return []
+
+
+def test_a_plan_does_not_outlive_its_launcher(project: Project):
+    """Killed before Python could ask the kernel to be told of it, a launcher left a plan that claimed its directory."""
+    words = ["launch", "ddp\tDDP\t29800\t1\t1\t\t\t\t\t", "1", "--"]
+    command = [sys.executable, "-m", "t5bench.plan", str(project.root), *words]
+    settings = project.environment_with({"NNODES": "1", "MASTER_ADDR": "127.0.0.1", "NODE_RANK": "0"})
+    planned = subprocess.run(command, env=settings, cwd=project.root, capture_output=True, text=True, check=False)
+    assert (planned.returncode, planned.stdout) == (143, "") and not (project.root / RUN).exists()
+
+
+ATTENDED = """set -euo pipefail
+source "$1"
+attend "${@:2}" 2>/dev/null
+echo "went on"
+"""
+
+
+def attending(tmp_path: Path, *command: str) -> list[str]:
+    script = tmp_path / "script.sh"
+    script.write_text(ATTENDED)
+    return ["bash", str(script), str(REPO_ROOT / "scripts" / "common.sh"), *command]
+
+
+@pytest.mark.parametrize("name", ["TERM", "INT", "HUP", "QUIT", "USR1"])
+def test_a_signal_to_a_script_alone_ends_what_it_started(tmp_path: Path, name: str):
+    number = signal.Signals[f"SIG{name}"]
+    child = f"touch {shlex.quote(str(tmp_path))}/started; exec sleep 300"
+    mark = {**os.environ, "ATTENDED": str(tmp_path)}
+    script = subprocess.Popen(attending(tmp_path, "bash", "-c", child), env=mark, stdout=subprocess.PIPE)
+    wait_for((tmp_path / "started").exists)
+    script.send_signal(number)
+    said, _ = script.communicate(timeout=20)
+    assert (script.returncode, said) == (128 + number, b"")
+    wait_for(lambda: not processes_with(f"ATTENDED={tmp_path}"), 10)
+
+
+def test_what_a_script_attends_to_counts_as_usual(tmp_path: Path):
+    def ended(*command: str, **options) -> tuple[int, bytes]:
+        result = subprocess.run(attending(tmp_path, *command), stdout=subprocess.PIPE, check=False, **options)
+        return result.returncode, result.stdout
+
+    assert ended("true") == (0, b"went on\n")
+    assert ended("bash", "-c", "exit 3") == (3, b"")
+    assert ended("bash", "-c", "kill -KILL $$") == (137, b"")
+    # INT is ignored on purpose, as in the background of a shell.
+    asks = "trap -p INT; kill -INT $PPID; sleep 0.2"
+    said = ended("bash", "-c", asks, preexec_fn=ignore(signal.SIGINT), restore_signals=False)
+    assert said == (0, b"trap -- '' SIGINT\nwent on\n")
+
+
+def test_no_script_starts_another_without_attending_to_it():
+    """Where a script of ours is a command, not a part of a text. A step of gpu_acceptance.sh is attended to."""
+    started = []
+    for path in (REPO_ROOT / "scripts").glob("*.sh"):
+        for line in path.read_text().splitlines():
+            command = re.search(r'bash ("\$REPO_ROOT/)?scripts/\w+\.sh', line)
+            if command and not line.startswith("#") and line[: command.start()].count('"') % 2 == 0:
+                started.append(line)
+    assert len(started) >= 7
+    assert [line for line in started if not re.search(r"\battend bash|^ +step |^exec ", line)] == []
 
 
 @pytest.mark.parametrize("streams", ["<&-", ">&-", "<&- >&- 2>&-"])
