@@ -4,6 +4,7 @@ Version 1 has a hierarchy of groups for each controller or pair of them, version
 Linux documents the files: admin-guide/cgroup-v1/ and admin-guide/cgroup-v2.rst.
 """
 
+import re
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -113,10 +114,15 @@ def _mounts(controller: str, system: Path) -> Iterator[Mount]:
         return
     for line in lines:
         before, _, after = line.partition(" - ")
-        root, point = before.split(" ")[3:5]
+        root, point = map(_unescaped, before.split(" ")[3:5])
         kind, *_, options = after.split(" ")
         if kind == "cgroup2" or (kind == "cgroup" and controller in options.split(",")):
             yield Mount(Path(root), system / point.lstrip("/"), kind == "cgroup2")
+
+
+def _unescaped(path: str) -> str:
+    """mountinfo writes blanks and backslashes, which systemd has in the names of groups, as \\040 and \\134."""
+    return re.sub(r"\\([0-7]{3})", lambda escape: chr(int(escape[1], 8)), path)
 
 
 def _around(mount: Mount, path: Path) -> list[Path]:

@@ -16,9 +16,12 @@ _USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*@|")
 _QUOTES = "\"'`\u2018\u2019\u201c\u201d"
 # What separates hosts in other programs' lists, but not within SLURM's brackets or bash's braces.
 _SEPARATORS = re.compile(r"[\s,;|]+(?![^\[{]*[\]}])")
-# How many processes a host takes, in lists for MPI and DeepSpeed.
-_SLOTS = re.compile(r"\w+=[0-9]+")
+# How many processes a host takes, in lists for MPI and DeepSpeed, or its rank.
+_SLOTS = re.compile(r"(?:\w+=)?[0-9]+")
 _RANGES = re.compile(r"\[([0-9,-]+)\]")
+# From one IPv4 address to another, whose beginning may be left out.
+_SPAN = re.compile(r"((?:[0-9]+\.){3})([0-9]+)-(?:\1)?([0-9]+)")
+_ANY_SPAN = re.compile(r"^(?:[0-9]+\.){3}[0-9]+-[0-9.]+$")
 _BRACES = re.compile(r"\{(?:(\d+)\.\.(\d+)|([^{}]*,[^{}]*))\}")
 # As many names are written out in a remedy.
 MOST_NAMED = 32
@@ -49,6 +52,8 @@ PASTES = (
     Paste(r"/", "is a path", "Give the names that are in the file"),
     Paste(r"=", "gives a value to something", "NPROC_PER_NODE sets the number of processes on each node"),
     Paste(r"^[^:]*:[0-9]*$", "names a port, or a number of processes", "MASTER_PORT and NPROC_PER_NODE set these"),
+    Paste(r"^[0-9]+$", "is a number", "NODE_RANK and NPROC_PER_NODE set ranks and processes"),
+    Paste(_ANY_SPAN.pattern, "is a range of addresses"),
     Paste(r"[<>]", "is a placeholder of an explanation"),
     Paste(r"[*?]", "is a pattern"),
     Paste(r":", "is not an IPv6 address"),
@@ -65,6 +70,8 @@ def is_name(text: str) -> bool:
     if ":" in text:
         address, percent, zone = text.partition("%")
         return _is_ipv6(address) and _ZONE.fullmatch(percent + zone) is not None
+    if text.isdecimal() or _ANY_SPAN.fullmatch(text):
+        return False  # the resolver would take 2 for 0.0.0.2
     if re.fullmatch("[0-9.]+", text):
         return _is_ipv4(text.removesuffix("."))
     return _NAME.fullmatch(text) is not None
@@ -151,8 +158,13 @@ def _expanded(word: str) -> Iterator[str]:
     """The names of a list such as node[01-04,07] or node{1..3}, one more than can be named at the most."""
     ranges = _RANGES.search(word)
     braces = _BRACES.search(word)
-    if ranges:
-        parts: Iterator[str] = _numbers(ranges[1])
+    span = _SPAN.fullmatch(word)
+    parts: Iterator[str]
+    if span:
+        parts = _numbers(f"{span[2]}-{span[3]}")
+        place = (span.start(2), span.end())
+    elif ranges:
+        parts = _numbers(ranges[1])
         place = ranges.span()
     elif braces:
         parts = iter(braces[3].split(",")) if braces[3] else _numbers(f"{braces[1]}-{braces[2]}")

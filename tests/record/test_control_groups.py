@@ -22,6 +22,13 @@ PLACES = {
     "version 1, one mount of two controllers": (
         "9:cpuset,memory:/job", V1.format(root="/", name="cpuset,memory"), "cpuset,memory/job"
     ),
+    # As systemd and podman name groups, of which the mount is escaped.
+    "version 2, a machine of systemd": (
+        "0::/m.slice/m-a\\x2d1.scope/payload/job", V2.format(root="/m.slice/m-a\\134x2d1.scope"), "payload/job"
+    ),
+    "version 1, a blank in a name": (
+        "9:memory:/my jobs/7/step", V1.format(root="/my\\040jobs/7", name="memory"), "memory/step"
+    ),
     "both": ("9:memory:/job\n0::/user", V1.format(root="/", name="memory"), "memory/job"),
 }  # fmt: skip
 
