@@ -2,7 +2,9 @@
 
 import argparse
 import contextlib
+import difflib
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -145,7 +147,10 @@ def settings_of(model: str | None, asked: AskedLengths = AskedLengths()) -> dict
         return settings_of_sizes(architecture)
     if model and model not in SETTINGS_PRESETS:
         known = " ".join((*SETTINGS_PRESETS, *PRESETS))
-        raise Problem(f"the model '{model}' is unknown", f"Choose from: {known}, or give a config.json of Transformers")
+        near = difflib.get_close_matches(model.lower(), known.split(), n=1)
+        meant = f"Did you mean {near[0]}? " if near else ""
+        remedy = f"{meant}Choose from: {known}, or give a config.json of Transformers"
+        raise Problem(f"the model '{model}' is unknown", remedy)
     family = os.environ.get("MODEL_FAMILY") or DEFAULT_FAMILY
     lengths = asked.settings(family) if family in FAMILIES else {}
     return lengths | ({"MODEL_PRESET": model} if model else {})
@@ -209,7 +214,10 @@ def device_for(plan: Plan | None, name: str | None) -> Device:
     if name:
         device = device_of(name)
         if not device:
-            raise Problem(f"the device '{name}' is unknown", remedy)
+            letters = {re.sub("[^a-z0-9]", "", known.lower()): known for known in DEVICES}
+            near = difflib.get_close_matches(re.sub("[^a-z0-9]", "", name.lower()), letters, n=1)
+            meant = f"Did you mean {letters[near[0]]}? " if near else ""
+            raise Problem(f"the device '{name}' is unknown", f"{meant}{remedy}")
         return device
     device = CPU if plan and plan.device == "cpu" else gpu_here()
     if not device:

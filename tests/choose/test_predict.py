@@ -58,6 +58,8 @@ def test_the_groups_are_shown(capsys: pytest.CaptureFixture[str]):
     [
         ("plan --gpus 2 --device rtx5000", "the model does not fit on 2 x rtx5000: even "),
         ("plan --gpus 8 --device h101", "the device 'h101' is unknown"),
+        ("plan --gpus 8 --device RTX5000_Ada", "Did you mean rtx5000-ada?"),
+        ("plan --gpus 8 --device h100 --model t5-v1.1-xll", "Did you mean t5-v1.1-xl?"),
         ("plan --gpus 3 --tp 2 --device h100", "no layout of 3 GPUs with TP=2"),
         ("plan --gpus 8,² --device h100", "--gpus must be numbers of GPUs, found '8,²'"),
         ("plan --gpus 8 --device h100 --link nan", "argument --link: must be at least 1e-06, found nan"),

@@ -430,6 +430,14 @@ def test_when_a_release_is_wrong_says_no_more_than_was_tried(faulty, others, sai
     assert answer.condition(modes, [*modes, *(MODE[name] for name in others)]) == said
 
 
+def test_of_several_libraries_the_severest_answer_comes_first():
+    installed = {"deepspeed": "0.19.8", "accelerate": "0.1", "torch": "2.8.0"}
+    said, status = answer.answer(installed, ["zero1", "fsdp2", "accelerate"])
+    firsts = [line for line in said.splitlines() if not line.startswith(" ")]
+    assert status == 1 and firsts[0].startswith("do not use torch 2.8.0")
+    assert firsts[1].startswith("accelerate 0.1: not tried") and firsts[2].startswith("0.19.8: right")
+
+
 def test_it_answers_where_nothing_is_installed(tmp_path):
     """As `pip install packages/ledger` in an empty environment leaves it: this folder alone, no other package."""
     source = REPO_ROOT / "packages" / "ledger" / "src"

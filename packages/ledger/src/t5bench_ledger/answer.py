@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
-from typing import Any
+from typing import Any, NamedTuple
 
 from t5bench_ledger.modes import LIBRARY, MODES, NAMES, OF_NO_LAUNCHER, TRAINERS, Mode
 from t5bench_ledger.spans import DATA, public, published, releases_in
@@ -335,35 +335,42 @@ def of_costs(release: str, strategies: Sequence[str]) -> Iterator[str]:
             yield f"{NAMES[cost['strategy']]} ({modes}): {more} {cost['figure']} {than} in {cost['before']}, {counted}"
 
 
+class Answer(NamedTuple):
+    """Of one release beside one PyTorch."""
+
+    status: int
+    lines: list[str]
+
+
+SEVEREST_FIRST = (NOT_RIGHT, NOT_TRIED, ALL_RIGHT)
+
+
 def answer(releases: Mapping[str, str], strategies: Sequence[str], *, in_full: bool = False) -> tuple[str, int]:
-    """What the ledger says of these releases, by library, in lines, the answer first; and the exit status.
+    """What the ledger says of these releases, in lines, the severest answer first; and the exit status.
 
     The status is NOT_RIGHT if one is not right in a way that counts, else NOT_TRIED if one was not tried. Raises
     NoAnswer.
     """
     if not releases:
         raise NoAnswer("no library of the ledger is installed here", "Ask about a release: --answer 0.18.2")
-    lines: list[str] = []
-    statuses = {ALL_RIGHT}
+    answers: list[Answer] = []
     for library, release in releases.items():
         own = found_of(library, release)
         if not own:
             option = f"torch {public(release)}" if library == "torch" else f"releases {library}=={release}"
             name = Found(library, release, "", {}, ()).name
-            lines.append(f"{name}: not tried; {nearest(library, public(release))}")
-            lines.append(f"  try it, in a checkout: python -m t5bench ledger --{option.replace('deepspeed==', '')}")
-            statuses.add(NOT_TRIED)
+            first = f"{name}: not tried; {nearest(library, public(release))}"
+            how = f"  try it, in a checkout: python -m t5bench ledger --{option.replace('deepspeed==', '')}"
+            answers.append(Answer(NOT_TRIED, [first, how]))
         for found in own:
             chosen = only(found, strategies)
             if not chosen.strategies:
-                lines.append(f"{found.name}: not tried under {', '.join(strategies)}")
-                statuses.add(NOT_TRIED)
+                answers.append(Answer(NOT_TRIED, [f"{found.name}: not tried under {', '.join(strategies)}"]))
                 continue
-            lines.append(first_line(chosen))
-            lines += of_release(chosen, strategies, in_full=in_full)
-            statuses.add(NOT_RIGHT if used_faults(chosen) else ALL_RIGHT)
-    status = NOT_RIGHT if NOT_RIGHT in statuses else max(statuses)
-    return "\n".join(lines), status
+            status = NOT_RIGHT if used_faults(chosen) else ALL_RIGHT
+            answers.append(Answer(status, [first_line(chosen), *of_release(chosen, strategies, in_full=in_full)]))
+    answers.sort(key=lambda one: SEVEREST_FIRST.index(one.status))
+    return "\n".join(line for one in answers for line in one.lines), answers[0].status
 
 
 def only(found: Found, strategies: Sequence[str]) -> Found:
