@@ -318,6 +318,7 @@ class Software:
     cast_parameters: bool = False  # parameters are fp32, and cast to 16 bits in every iteration
     keeps_inputs: bool = False  # of pipeline stages, and fp16's fp32 gradients, until the next iteration (memory.py)
     fused_softmax: bool = True  # of stored scores: scale, mask and softmax in one kernel
+    softmax_of_16_bits: bool = False  # which has no fp32: is_kernel_available, megatron/model/fused_softmax.py
     eager: bool = False  # norms, activations and softmax run as PyTorch's operators one by one (time.py)
     eager_rms_norm: bool = False  # an RMS norm does, whatever the rest is
     eager_norm_bytes: int = 8  # of a hidden state, what such a norm keeps besides a fused one's input and output
@@ -325,13 +326,21 @@ class Software:
     divides_head: bool = True  # tensor parallelism divides the logits, not the head's weight alone
 
 
+# Of these, what is kept in memory was not read in code.
+UNREAD_MEMORY = ("unknown", "compiled")
 # Each figure cites the source code: Megatron-LM at a53107c006, Megatron-DeepSpeed at 4efb479d, Hetu-Galvatron at
 # 498bcadeb6, transformers 4.49.
 SOFTWARE = {
     # lm_logits.float() and its difference to the maximum are both there: core/tensor_parallel/cross_entropy.py:26.
     # RMSNorm.forward converts to fp32 and back: megatron/model/rmsnorm.py.
     "megatron": Software(
-        logits=10, scores_buffer=True, fused_gate=False, keeps_inputs=True, eager_rms_norm=True, eager_norm_bytes=4
+        logits=10,
+        scores_buffer=True,
+        fused_gate=False,
+        keeps_inputs=True,
+        softmax_of_16_bits=True,
+        eager_rms_norm=True,
+        eager_norm_bytes=4,
     ),
     # native/: log_softmax's output and two gradients of the logits in fp32. Under tensor parallelism the exponentials
     # and three gradients (of the label's logit, of the exponentials, their sum); SharedDropout's mask has 16 bits.
@@ -339,7 +348,7 @@ SOFTWARE = {
     # Megatron-LM: vocab_parallel_cross_entropy computes in place on the fp32 copy of the logits and keeps it for
     # backward: core/tensor_parallel/cross_entropy.py:28-120. DotProductAttention's scores go to a global buffer:
     # core/transformer/dot_product_attention.py:189.
-    "megatron-core": Software(scores_buffer=True, keeps_inputs=True, fused_rotary=True),
+    "megatron-core": Software(scores_buffer=True, keeps_inputs=True, softmax_of_16_bits=True, fused_rotary=True),
     # The same without the fused softmax: FusedScaleMaskSoftmax.forward_torch_softmax computes in fp32, and autograd
     # keeps its result: core/fusions/fused_softmax.py:313.
     "megatron-core-softmax": Software(
@@ -357,10 +366,14 @@ SOFTWARE = {
         divides_head=False,
         eager_rms_norm=True,
     ),
+    # torch.compile writes norms, rotary positions and softmax as one kernel each. What it keeps in memory is not known.
+    "compiled": Software(fused_rotary=True),
     # Megatron-LM with it: UnfusedDotProductAttention fills padded rows of the probabilities, which keeps each layer's
     # mask, if "padding" is in the mask's type (transformer_engine/pytorch/attention/dot_product_attention/backends.py,
     # masked_fill). GPT's and T5's decoders have "causal".
-    "transformer-engine": Software(keeps_masks=True, copies_flash=True, keeps_inputs=True, fused_rotary=True),
+    "transformer-engine": Software(
+        keeps_masks=True, copies_flash=True, keeps_inputs=True, softmax_of_16_bits=True, fused_rotary=True
+    ),
     # FlashSelfOrCrossAttention's output is kept, and its rearranged copy:
     # core/runtime/tensor_parallel/transformer.py:846. swiglu is silu(x) * y in separate operators (:121), and
     # repeat_interleave copies keys and values for every query head (:825).
@@ -399,6 +412,8 @@ class Job:
     dropout: float = 0.1
     engine: str = "megatron"  # Megatron-DeepSpeed, or another of SOFTWARE
     dummy_gradients: bool = False  # a 16-bit gradient of each shape of weight stays (fused gradient accumulation)
+    # Sequence parallelism's collectives and those of Megatron's optimizer go in pieces, while the GPU computes.
+    overlaps: bool = False
     moments: tuple[int, ...] = (4, 4)  # bytes per parameter of each optimizer state besides the master weights
 
     def __post_init__(self) -> None:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from t5bench.costmodel import schedule
 from t5bench.costmodel.flops import layer_multiply_adds
-from t5bench.costmodel.job import Job, Zero
+from t5bench.costmodel.job import UNREAD_MEMORY, Job, Zero
 from t5bench.costmodel.machine import Device, Link, Machine
 from t5bench.costmodel.parameters import Stage, layer_shapes, parameters, stage_of
 from t5bench.costmodel.traffic import (
@@ -35,11 +35,11 @@ FLASH_ON_HOPPER = 0.35
 # gloo's all-gather between two ranks takes this much longer than its bytes, between three or four no longer: measured
 # in tests/tools/nodes's lab from 0.25 to 15 MB at three rates (packages/costmodel-evidence/EVIDENCE.md).
 GLOO_PAIR_GATHER = 1.5
-# Rows and columns of a product's tiles, each of which one multiprocessor computes, and how fast that is beside the
-# largest: some of those that NVIDIA's "Matrix Multiplication Background User's Guide" names. The rates of 183 products
-# that SimuMax measured on an A100 (achievable_rates.py) differ by 9.2 % without this, and by 6.6 % with it and with
-# divided sums; those on its B200 are not explained by it.
-TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.9))
+# Rows and columns of a product's tiles, each of which one multiprocessor computes: the largest that NVIDIA's "Matrix
+# Multiplication Background User's Guide" names. The rates of 183 products that SimuMax measured on an A100
+# (achievable_rates.py) differ by 10.2 % without this, and by 6.4 % with it and with divided sums (6.6 % if smaller
+# tiles may be taken, too); those on its B200 are not explained by it.
+TILES = ((256, 128), (128, 256))
 # A library also divides long sums over the inner size into parts, which are added up in the end.
 SPLIT = 0.9
 LEAST_PART = 4096
@@ -216,7 +216,7 @@ def _passes(job: Job) -> Passes:
     block = BLOCK_PASSES + (EAGER_RMS_NORM[width] if has_eager_norms else 0)
     block_backward = 2 * BLOCK_PASSES + (EAGER_RMS_NORM_BACKWARD[width] if has_eager_norms else 0)
     if not software.eager:
-        if software.fused_softmax:
+        if software.fused_softmax and not (software.softmax_of_16_bits and job.element > 2):
             return Passes(block, block_backward, ffn, SCORE_PASSES_FORWARD, SCORE_PASSES_BACKWARD)
         return Passes(block, block_backward, ffn, SEPARATE_SCORE_PASSES, 2 * SEPARATE_SCORE_PASSES)
     gelu = EAGER_GELU if a.gated or a.family == "gpt" else 0
@@ -246,7 +246,7 @@ class Product(NamedTuple):
         tiles leaves multiprocessors idle."""
         if not device.multiprocessors:
             return 1.0
-        return max(relative * self._filled(device.multiprocessors, high, wide) for high, wide, relative in TILES)
+        return max(self._filled(device.multiprocessors, high, wide) for high, wide in TILES)
 
     def _filled(self, multiprocessors: int, high: int, wide: int) -> float:
         tiles = ceil(self.rows / high) * ceil(self.columns / wide)
@@ -479,7 +479,8 @@ def _layer_operators(job: Job, part: Stage) -> float:
 def _hook_operators(job: Job, part: Stage) -> int:
     """Of what divides the states, around the layers' tensors."""
     layers = part.encoder_layers + part.decoder_layers
-    if job.fully_sharded or (job.zero.stage and job.engine == "unknown"):  # published ones are mostly PyTorch's FSDP
+    is_unread = job.engine in UNREAD_MEMORY
+    if job.fully_sharded or (job.zero.stage and is_unread):  # published ones are mostly PyTorch's FSDP
         return FSDP2_LAYER_OPERATORS * layers + FSDP2_ROOT_OPERATORS
     hooked = ENCODER_TENSORS * part.encoder_layers + DECODER_TENSORS * part.decoder_layers + OTHER_TENSORS
     return HOOK_OPERATORS[job.zero.stage] * hooked
@@ -633,7 +634,7 @@ def _waits(job: Job, machine: Machine, backend: str, passes: Sequence[tuple[Pass
                 waits.once[stage] += seconds
     for (stage, overlap), seconds in overlapped.items():
         forward, backward = passes[stage]
-        computing = forward.seconds if overlap == "each forward" else backward.seconds
+        computing = forward.seconds if overlap in ("each forward", "first forward") else backward.seconds
         if overlap == LAST_WEIGHTS:
             computing = _weight_seconds(job, machine, stage, slower)
         if overlap.startswith("each"):

@@ -106,11 +106,31 @@ def _megatron_data_parallel(job: Job, stage: int) -> Iterator[Collective]:
     """Gradients in one buffer: bf16's are accumulated in fp32, those of Megatron-DeepSpeed's fp16 in fp16."""
     count = parameters(job.architecture, job.parallel, stage)
     width = 2 if job.engine == "megatron" and job.precision == "fp16" else 4
-    if job.distributed_optimizer:
+    if job.distributed_optimizer and job.overlaps:
+        part = stage_of(job.architecture, job.parallel, stage)
+        layers = max(1, part.encoder_layers + part.decoder_layers)
+        gradients = Collective("gradients", "data", "reduce-scatter", 1, width * count, "last backward")
+        weights = Collective("parameters", "data", "all-gather", 1, count * job.element, "first forward")
+        yield from _in_pieces(gradients, layers)
+        yield from _in_pieces(weights, layers)
+    elif job.distributed_optimizer:
         yield Collective("gradients", "data", "reduce-scatter", 1, width * count, "after backward")
         yield Collective("parameters", "data", "all-gather", 1, count * job.element, "after the optimizer")
     else:
         yield Collective("gradients", "data", "all-reduce", 1, width * count, "after backward")
+
+
+def _in_pieces(collective: Collective, pieces: int) -> Iterator[Collective]:
+    """The same in pieces, of which one is waited for; the others are sent while the pass is computed.
+
+    NVIDIA/NeMo, docs/source/features/optimizations/communication_overlap.rst.
+    """
+    piece = collective.bytes / pieces
+    others = collective.count * (pieces - 1)
+    yield Collective(collective.what, collective.group, collective.kind, collective.count, piece, collective.when)
+    yield Collective(
+        collective.what, collective.group, collective.kind, others, piece, collective.when, collective.when
+    )
 
 
 def _zero(job: Job, stage: int) -> Iterator[Collective]:
@@ -300,8 +320,12 @@ def _whole_activations(job: Job, stage: int) -> Iterator[Collective]:
     forwards = 2 if job.recompute == "full" else 1
     backwards = 1.5 if job.parallel.sequence_parallel else 1
     for name, _, length, blocks in stacks:
-        yield collective(f"{name} blocks", blocks * forwards, length, "each forward")
-        yield collective(f"{name} blocks", blocks, length * backwards, "each backward")
+        forward = collective(f"{name} blocks", blocks * forwards, length, "each forward")
+        backward = collective(f"{name} blocks", blocks, length * backwards, "each backward")
+        # Transformer Engine multiplies what one rank has sent while the next one sends.
+        pieces = job.parallel.tensor if job.overlaps and job.parallel.sequence_parallel else 1
+        yield from _in_pieces(forward, pieces)
+        yield from _in_pieces(backward, pieces)
     if job.recompute == "full" and job.partitions_inputs:
         # DeepSpeed's runtime/activation_checkpointing/checkpointing.py, gather_partitioned_activations.
         for name, layers, length, _ in stacks:

@@ -94,3 +94,11 @@ def test_rotary_positions_and_logits_that_every_rank_has_take_time():
     megatron = replace(job, engine="megatron-core")
     head = seconds(job) - seconds(small)
     assert head > 1.5 * (seconds(megatron) - seconds(replace(small, engine="megatron-core")))
+
+
+def test_megatrons_fused_softmax_has_no_fp32():
+    job = Job(replace(LLAMA, norm="layer"), micro_batch=2, precision="bf16")
+    plain = time._passes(job)
+    assert time._passes(replace(job, precision="tf32")).scores_forward > plain.scores_forward
+    compiled = replace(job, engine="compiled", precision="tf32")
+    assert time._passes(compiled).scores_forward == plain.scores_forward

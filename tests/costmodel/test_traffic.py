@@ -233,3 +233,26 @@ def test_gloos_gather_between_two_takes_longer_than_its_bytes():
         return time.collective_seconds(row, job, replace(SLOW, between=Link(1e9, is_measured=True)), "gloo")
 
     assert (seconds(2), seconds(4)) == pytest.approx((1.5e-3, 1e-3))
+
+
+def test_pieces_that_overlap_have_the_same_bytes_and_one_is_waited_for():
+    gpt = Architecture(0, 8, 256, 4, 64, 1024, 0, 128, 8192, family="gpt")
+    parallel = Parallel(tensor=4, data=2, sequence_parallel=True)
+    whole = Job(gpt, parallel, global_batch=8, distributed_optimizer=True, engine="transformer-engine")
+    pieces = replace(whole, overlaps=True)
+
+    def sent(job: Job, group: str) -> tuple[float, float]:
+        """All bytes, and those that all ranks wait for."""
+        rows = [row for row in traffic.collectives_of(job) if row.group == group]
+        return sum(row.count * row.bytes for row in rows), sum(row.count * row.bytes for row in rows if not row.overlap)
+
+    for group, count in (("tensor", 4), ("data", 8)):
+        all_bytes, waited_for = sent(pieces, group)
+        assert all_bytes == pytest.approx(sent(whole, group)[0])
+        rest = sum(
+            row.count * row.bytes
+            for row in traffic.collectives_of(whole)
+            if row.group == group and row.what in ("embedding", "head", "cross entropy")
+        )
+        assert waited_for - rest == pytest.approx((all_bytes - rest) / count)
+    assert time.iteration(pieces, SLOW).total < time.iteration(whole, SLOW).total

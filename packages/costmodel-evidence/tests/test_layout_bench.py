@@ -9,6 +9,7 @@ from t5bench import Problem
 from t5bench import __main__ as program
 from t5bench_evidence.layout_bench import PEERS, bench, cases, page, stored
 from t5bench_evidence.layout_bench.cases import Case
+from t5bench_evidence.layout_bench.peers import sailor
 from t5bench_evidence.layout_bench.planners import OWN, Answer
 from t5bench_evidence.layout_bench.scores import score
 
@@ -18,6 +19,16 @@ REPORT = """
 def report_theoretical_memory(args, num_microbatches, verbose=False):
     print("a report")
     return 1024.0, args.tensor_model_parallel_size, 2048.0 * args.tensor_model_parallel_size
+"""
+SIMULATOR = """
+class MetisSimulator:
+    def __init__(self, profile, machine, training):
+        assert training["global_batch_size"] == 64 and profile.endswith("profiles/GPT-Neo-2.7")
+        self.nodes = machine["GH-96"]["num_nodes"]
+
+    def get_time(self, tensor, data, stages, micro_batch, groups, layers):
+        print("much")
+        return 100 * tensor + 10 * data + stages + micro_batch / 4 + self.nodes
 """
 
 
@@ -73,6 +84,27 @@ def test_the_checkout_that_is_named_is_asked(tmp_path: Path):
         asked = found.answers[key]
         assert isinstance(answer, Answer) and isinstance(asked, Answer)
         assert answer.peak == pytest.approx(asked.peak, rel=1e-5) and answer.fits == asked.fits
+
+
+def test_a_simulator_in_sailors_checkout_is_asked(tmp_path: Path):
+    """Metis's, as it lies in such a checkout."""
+    layout = cases.sailor_gh200().cases[0]
+    planner = tmp_path / "sailor" / "Planner"
+    plan = {"gbs": 64, "mbs": 2, "pipeline_list": [{"num_stages": 2, "dp": [4, 4], "layers_per_stage": [[0], [1]]}]}
+    plan["pipeline_list"][0]["tmp_per_stage"] = [[[[["GH-96", 4, "a"]], 4]]]
+    contents = {
+        planner / sailor.PLANS / f"{layout.name.removeprefix(cases.SAILOR)}.json": json.dumps(plan),
+        planner / "simulations" / "configs" / sailor.MODELS["GPT-Neo-2.7"]: "{}",
+        planner / "simulations" / "configs" / "basic_cluster_config.json": '{"GH-96": {"a": 1}, "zone": "z"}',
+        planner / "baselines" / "Metis" / "metis_simulator.py": SIMULATOR,
+    }
+    for path, content in contents.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
+    found = stored.asked("metis", tmp_path, [cases.CaseSet("one", "", [layout, LAYOUTS[0]])])
+    assert set(found.answers) == {("one", layout.name)}
+    answer = found.answers["one", layout.name]
+    assert isinstance(answer, Answer) and answer.seconds == 4 * 100 + 4 * 10 + 2 + 0.5 + 8
 
 
 @pytest.mark.parametrize("words", [["--peer", "nobody=."], ["--peer", "calculon"], ["--peer", "calculon=missing"]])

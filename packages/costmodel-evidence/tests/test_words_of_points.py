@@ -178,3 +178,31 @@ def test_gpus_as_sources_call_them(text: str, name: str | None):
     point = msgspec.convert(made(hardware={"gpu": text}), points.Point)
     found = device_of(point)
     assert (found.name if found else None) == name
+
+
+def test_a_sources_address_says_whose_software_it_is(tmp_path: Path):
+    """NeMo's collectives are sent while the GPU computes; its softmax is fused."""
+    layout = {"tp": 4, "dp": 2, "sp": True}
+    fields = {"software": None, "precision": "fp8 (TE) + bf16", "parallel": layout, "attention_kernel": "cudnn"}
+    unknown = throughput(tmp_path, **fields, hardware={"gpu": "H100"})
+    nemo = throughput(tmp_path, **fields, hardware={"gpu": "H100"}, source={"repo": "NVIDIA-NeMo/Megatron-Bridge"})
+    assert nemo > 1.02 * unknown
+    fields = {"software": None, "attention_kernel": "unfused"}
+    assert throughput(tmp_path, **fields, source={"repo": "NVIDIA/NeMo"}) > throughput(tmp_path, **fields)
+
+
+def test_a_compiled_model_has_a_fused_softmax_and_memory_that_is_not_known(tmp_path: Path):
+    fields = {"software": None, "measured": {"peak_memory_allocated_bytes": 1e10}, "use": ["memory", "throughput"]}
+    eager = throughput(tmp_path, **fields, attention_kernel="unfused")
+    compiled = throughput(tmp_path, **fields, attention_kernel="unfused; torch.compile")
+    assert compiled > eager
+    rows = compared(tmp_path, made(**fields, attention_kernel="unfused; torch.compile"))
+    assert any(isinstance(row, check.Missing) and "keeps in memory" in row.reason for row in rows)
+
+
+def test_a_llama_by_name_has_rms_norms(tmp_path: Path):
+    path = tmp_path / "points.json"
+    shape = {"name": "Llama 3.1 8B", "gated": True, "tied": False, "position": "rotary", "query_groups": 4}
+    path.write_text(json.dumps([made(model=shape), made(model=shape | {"name": "Nemotron"})]))
+    (llama, other), _, _ = points.read(path)
+    assert (architecture_of(llama, 1).norm, architecture_of(other, 1).norm) == ("rms", "layer")

@@ -114,6 +114,7 @@ def prediction(number: int) -> Prediction:
         dropout=choose.choice([0.0, 0.1]),
         engine=engine,
         dummy_gradients=choose.random() < 0.1,
+        overlaps=choose.random() < 0.3,
     )
     device = DEVICES[choose.choice(sorted(DEVICES))]
     return Prediction(job, machine_of(device, choose.choice([1, 10, 100, 3200]), job.parallel.devices_per_node))

@@ -15,6 +15,7 @@ from statistics import mean, median
 from typing import Any
 
 from t5bench.costmodel import time
+from t5bench.costmodel.job import UNREAD_MEMORY
 from t5bench.costmodel.machine import GB, GIB, MIB
 from t5bench.costmodel.memory import Memory, layer_bytes, memory_of, model_states
 from t5bench.costmodel.parameters import layer_shapes
@@ -78,7 +79,7 @@ def compare_all(points: Sequence[Point]) -> list[PredictedFigure | Missing]:
 
 def _compare(point: Point, use: str) -> Sequence[PredictedFigure | Missing]:
     try:
-        is_known = use == "throughput" or software(point)
+        is_known = use == "throughput" or software(point) not in ("", *UNREAD_MEMORY)
         require(is_known, f"it is not known what {point.origin or 'its software'} keeps in memory")
         rows = list(PARTS[use](point))
         require(rows, "it has no figure of this kind that the model predicts")

@@ -43,6 +43,7 @@ def architecture_of(point: Point, tensor: int) -> Architecture:
     is_llama = name.startswith("llama")
     is_t5_v1_1 = re.search(T5_V1_1, full_name) is not None
     family = _family(name)
+    is_called_llama = family == "gpt" and re.search(r"\bllama", full_name) is not None
     require(family, f"the architecture {name} is not known")
     require(model.vocab or not is_llama, "the vocabulary of a llama is not stated")
     _check_shape(model, full_name, family)
@@ -64,7 +65,7 @@ def architecture_of(point: Point, tensor: int) -> Architecture:
     heads = stated(model.heads or usual_heads, "the number of attention heads is not stated")
 
     positions = model.position or _usual_positions(is_llama, is_t5_v1_1)
-    as_published = positions == "relative" or is_llama  # T5 as it was published: RMS norms and no biases
+    as_published = positions == "relative" or is_called_llama  # T5 or Llama: RMS norms and no biases
     tied = model.tied if model.tied is not None else not (is_llama or is_t5_v1_1)
     vocabulary = model.vocab or _vocabulary(model, family)
     return Architecture(
@@ -186,6 +187,7 @@ def job_of(point: Point, tensor_size: int | None = None) -> Job:
         dropout=DROPOUT if point.dropout is None else point.dropout,
         engine=software(point) or "unknown",
         dummy_gradients=_keeps_dummy_gradients(point, architecture),
+        overlaps=words.overlaps(point),
         moments=words.ADAM if states is None else states,
     )
 

@@ -33,7 +33,8 @@ def stated(value: T | None, reason: str) -> T:
 
 AUTOCAST = r"autocast|\bamp\b"
 HUGGING_FACE = r"\bHF\b|Hugging|plain PyTorch T5"  # or a copy of its modules, as in nanoT5
-COMPILED = r"torch\.compile"  # what it keeps in memory is not known, and its operators are fused
+COMPILED = r"torch\.compile"
+NEMO = r"\bnemo\b|nemo-framework"  # in a source's address: NVIDIA's software around Megatron
 
 
 def software(point: Point) -> str:
@@ -51,9 +52,24 @@ def software(point: Point) -> str:
         return "megatron-core-softmax" if "no-masked-softmax-fusion" in kernel else "megatron-core"
     if repository.startswith("PKU-DAIR/"):
         return "galvatron" if repository.endswith("Galvatron") else "galvatron-1"
-    if re.search(HUGGING_FACE, kernel) and not re.search(COMPILED, kernel):
+    if is_nemo(point):
+        return "transformer-engine" if precision_of(point) == "fp8" else "megatron-core"
+    if re.search(COMPILED, kernel):
+        return "compiled"
+    if re.search(HUGGING_FACE, kernel):
         return "autocast" if re.search(AUTOCAST, point.precision, re.IGNORECASE) else "huggingface"
     return ""
+
+
+def is_nemo(point: Point) -> bool:
+    address = point.source.repo or point.source.url or ""
+    return re.search(NEMO, address, re.IGNORECASE) is not None
+
+
+def overlaps(point: Point) -> bool:
+    """Whether collectives are sent while the GPU computes, as NeMo's recipes with Transformer Engine do it
+    (NVIDIA/NeMo, docs/source/features/optimizations/communication_overlap.rst)."""
+    return is_nemo(point) and software(point) == "transformer-engine"
 
 
 # Bytes per parameter of each state of an optimizer in fp32, by its name: 8 for Adam, 4 for SGD with momentum, 2 for
@@ -158,11 +174,11 @@ def attention_kernel(point: Point) -> str:
 
 
 def norm_kernel(point: Point) -> str:
-    """ "fused", "eager", or "" for what the software has. A compiled model's norms are one kernel."""
+    """ "fused", "eager", or "" for what the software has."""
     if point.norm_kernel:
         require(point.norm_kernel in ("fused", "eager"), f"the norm kernel {point.norm_kernel} is not known")
         return point.norm_kernel
-    return "fused" if re.search(COMPILED, point.attention_kernel or "") else ""
+    return ""
 
 
 def predicted_tokens(point: Point, length: int) -> int:

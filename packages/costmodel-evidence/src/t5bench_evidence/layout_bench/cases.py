@@ -19,6 +19,9 @@ from t5bench_evidence.jobs import job_of, machine_of, same_source_and_model
 from t5bench_evidence.points import Point, read
 
 B200 = Path(__file__).with_name("llama_b200.csv")
+SAILOR_GH200 = Path(__file__).with_name("sailor_gh200.csv")
+SAILOR = "sailor/"
+"""How the names of its cases begin."""
 LATENCY = 15e-6  # of a message between nodes, where a table does not say it
 # Sources of the 526 published measurements whose points are a set of their own.
 SOURCES = {
@@ -76,6 +79,7 @@ def all_sets() -> list[CaseSet]:
         *by_source,
         CaseSet("others", about_others, _of_choices(list(_timed(others)))),
         llama_b200(),
+        sailor_gh200(),
         CaseSet("megatron-tests", f"memory of the last rank in {MEGATRON}'s own tests", list(_memory(points))),
         our_lab(),
     ]
@@ -147,6 +151,52 @@ def our_lab() -> CaseSet:
 def llama_b200() -> CaseSet:
     about = "slices of Llama 3 on 8 B200s, Megatron-LM (MooreThreads/SimuMax 4dcaae5)"
     return CaseSet("llama-b200", about, read_layouts(B200))
+
+
+# Of Sailor's two models: layers, hidden size, heads. Their head is the embedding.
+SAILOR_MODELS = {"OPT-350": (24, 1024, 16), "GPT-Neo-2.7": (32, 2560, 32)}
+SAILOR_LENGTH = 2048
+SAILOR_VOCABULARY = 50257
+
+
+def sailor_gh200() -> CaseSet:
+    """In fp32, which in NVIDIA's container (its Dockerfile's) is TF32 on tensor cores: there
+    TORCH_ALLOW_TF32_CUBLAS_OVERRIDE is 1."""
+    with SAILOR_GH200.open() as lines:
+        rows = list(csv.DictReader(line for line in lines if not line.startswith("#")))
+    about = "GPTs on 4 to 256 GH200s, DeepSpeed's pipelines, TF32 (eth-easl/sailor cf2c8e3)"
+    return CaseSet("sailor-gh200", about, _of_choices([_sailor_case(row) for row in rows]))
+
+
+def _sailor_case(row: Mapping[str, str]) -> Case:
+    tensor, pipeline, data = (int(row[name]) for name in ("tp", "pp", "dp"))
+    layers, hidden, heads = SAILOR_MODELS[row["model"]]
+    architecture = Architecture(
+        encoder_layers=0,
+        decoder_layers=layers,
+        hidden=hidden,
+        heads=heads,
+        head_size=hidden // heads,
+        ffn=4 * hidden,
+        kv_heads=heads,
+        encoder_length=0,
+        decoder_length=SAILOR_LENGTH,
+        padded_vocabulary=padded(SAILOR_VOCABULARY, 128, tensor),
+        family="gpt",
+    )
+    per_node = 4
+    job = Job(
+        architecture,
+        Parallel(tensor, pipeline, data, devices_per_node=per_node, deepspeed=pipeline > 1),
+        micro_batch=int(row["micro_batch"]),
+        global_batch=int(row["global_batch"]),
+        precision="tf32",
+    )
+    device = DEVICES["gh200"]
+    machine = Machine(device, Link(device.nvlink, 10e-6), Link(per_node * 200e9 / 8, LATENCY), per_node)
+    choice = f"{row['model']}/{row['gpus']}/{row['global_batch']}"
+    seconds = float(row["seconds_per_iteration"])
+    return Case(f"{SAILOR}{row['plan']}", job, machine, choice=choice, seconds=seconds)
 
 
 def read_layouts(path: Path) -> list[Case]:

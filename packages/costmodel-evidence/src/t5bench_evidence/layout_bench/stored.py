@@ -13,6 +13,7 @@ from types import ModuleType
 
 from t5bench import Problem
 from t5bench_evidence.layout_bench.cases import CaseSet
+from t5bench_evidence.layout_bench.peers.sailor import SIMULATORS, Simulator
 from t5bench_evidence.layout_bench.planners import Answer, Inexpressible
 
 FIGURES = Path(__file__).with_name("figures")
@@ -29,7 +30,9 @@ class StoredAnswers:
     """By set and case; a text is why the program refused it. Cases with a fault have none."""
 
 
-def module_of(peer: str) -> ModuleType:
+def module_of(peer: str) -> ModuleType | Simulator:
+    if peer in SIMULATORS:
+        return SIMULATORS[peer]
     return import_module(f"t5bench_evidence.layout_bench.peers.{peer.replace('-', '_')}")
 
 
