@@ -311,6 +311,7 @@ class Software:
     copies_flash: bool = False  # and flash attention's output in another order, or with padding put back
     mlp_dropout: bool = False  # dropout inside the MLP too
     fused_gate: bool = True  # a gated MLP keeps its product and two inputs alone
+    rotates_apart: bool = False  # what is rotated is kept beside what it was, of which the values are a part
     logits: int = 6  # bytes of a logit at the most, while the loss is computed
     logit_gradients: int = 2  # and while the head's gradients are
     tensor_mask: int = 1  # bytes of a dropout's mask under tensor parallelism; elsewhere one
@@ -344,7 +345,10 @@ SOFTWARE = {
     ),
     # native/: log_softmax's output and two gradients of the logits in fp32. Under tensor parallelism the exponentials
     # and three gradients (of the label's logit, of the exponentials, their sum); SharedDropout's mask has 16 bits.
-    "native": Software(logits=12, cast_parameters=True, tensor_mask=2, tensor_logits=16),
+    # The gate is one operator and the product another; rotate() makes new queries and keys.
+    "native": Software(
+        logits=12, cast_parameters=True, tensor_mask=2, tensor_logits=16, fused_gate=False, rotates_apart=True
+    ),
     # Megatron-LM: vocab_parallel_cross_entropy computes in place on the fp32 copy of the logits and keeps it for
     # backward: core/tensor_parallel/cross_entropy.py:28-120. DotProductAttention's scores go to a global buffer:
     # core/transformer/dot_product_attention.py:189.

@@ -637,6 +637,15 @@ def _query_key_norms(job: Job, tokens: int, keys: int) -> float:
     return inputs + statistics
 
 
+def _unrotated(job: Job, tokens: int, keys: int) -> float:
+    """Queries and keys before they were rotated, which share their memory with the values; a norm keeps them anyway."""
+    a = job.architecture
+    if a.positions != "rotary" or not job.software.rotates_apart or a.query_key_norms:
+        return 0.0
+    queries = tokens * a.query if a.kv_heads == a.heads else 0  # grouped ones have a projection of their own
+    return job.element * (queries + keys * a.key)
+
+
 def _dropped(job: Job, elements: float) -> float:
     """The mask of a dropout that tensor parallelism does not divide."""
     if not job.dropout:
@@ -654,6 +663,8 @@ def _attention(job: Job, decoder: bool, is_cross: bool, length: int, kernel: str
     width_of_keys = a.query if software.repeats_keys else a.key
     projections = job.element * (2 * tokens * a.query + 2 * keys * width_of_keys)
     divided = projections + _query_key_norms(job, tokens, keys) + _attention_core(job, tokens, length, kernel)
+    if not is_cross:
+        divided += _unrotated(job, tokens, keys)
     encoder_copies = 2 * 2 * keys * a.hidden if is_cross and software.casts else 0
     masks = 0
     is_padded = is_cross or not decoder or a.merged_attention  # a decoder's own mask is causal
@@ -699,6 +710,8 @@ def _mlp(job: Job, tokens: int) -> float:
     dropped = e + 1 if software.mlp_dropout and job.dropout else 0
     inside = (e * tensors + dropped) * tokens * a.ffn / job.parallel.tensor
     norms = _norm(job, tokens, readers=2 if a.gated else 1) + _post_norm(job, tokens)
+    if a.parallel_residual:  # attention's norm keeps the same input
+        norms -= tokens * a.hidden * (software.stream or job.element) / job.parallel.sequence
     return norms + inside + _dropped(job, tokens * a.hidden)
 
 

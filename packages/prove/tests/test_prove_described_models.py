@@ -41,6 +41,16 @@ def test_a_step_sends_what_is_predicted_and_sums_every_gradient_once(kind: str, 
     assert findings(kind, name) == []
 
 
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt_neox"])
+def test_its_peak_is_predicted(kind: str):
+    """Gates, rotated queries and keys, norms of heads, attention and feed-forward with the same input."""
+    job = Job(description_of(CONFIGS[kind]), Parallel(), 2, 8, precision="fp32", engine="native", dropout=0.0)
+    with get_context("fork").Pool(1) as pool:
+        executed = pool.apply(execution.execute, (job, 0))
+    _, predicted = execution.memory(job, 0)
+    assert predicted == pytest.approx(executed.peak, rel=0.01)
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_every_kind_sends_what_is_predicted_in_every_layout(kind: str):

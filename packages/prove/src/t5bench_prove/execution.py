@@ -100,7 +100,7 @@ def execute(job: Job, rank: int, watch: Watch | None = None) -> Execution:
         tracker = TotalMemory()
         collectives = Collectives()
         following = watch.following() if watch else contextlib.nullcontext()
-        with GpuDropout(), HollowTensors(), collectives, following:
+        with GpuKernels(), HollowTensors(), collectives, following:
             with tracker:
                 trainer = make_trainer(arguments, mesh)
                 batch = tokens(job, arguments)
@@ -300,13 +300,16 @@ def tokens(job: Job, arguments: Namespace) -> tuple[torch.Tensor, ...]:
     return tuple(torch.ones(samples, length, dtype=torch.int64) for length in lengths)
 
 
-class GpuDropout(TorchFunctionMode):
-    """A CPU's dropout keeps its mask in the activations' precision, a GPU's in one byte."""
+class GpuKernels(TorchFunctionMode):
+    """What a GPU's kernels keep. A CPU's dropout keeps its mask in the activations' precision, a GPU's in one byte. A
+    CPU's RMS norm is several operators, which keep their results; a GPU's keeps its input, as a layer norm does."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if function is torch.nn.functional.dropout and kwargs["p"] > 0:
             return torch.native_dropout(args[0], kwargs["p"], kwargs["training"])[0]
+        if function is torch.nn.functional.rms_norm:
+            return torch.native_layer_norm(*args, kwargs["weight"], None, kwargs["eps"])[0]
         return function(*args, **kwargs)
 
 

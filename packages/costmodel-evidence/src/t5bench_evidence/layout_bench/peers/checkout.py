@@ -12,6 +12,11 @@ def imported_from(checkout: Path, name: str) -> ModuleType:
     package = name.partition(".")[0]
     if package not in sys.modules:
         directory = checkout / package
+        if directory.is_dir() and not (directory / "__init__.py").exists():
+            namespace = ModuleType(package)
+            namespace.__path__ = [str(directory)]
+            sys.modules[package] = namespace
+            return import_module(name)
         spec = spec_from_file_location(package, directory / "__init__.py", submodule_search_locations=[str(directory)])
         if not spec or not spec.loader:
             raise ImportError(f"{directory} is no package")

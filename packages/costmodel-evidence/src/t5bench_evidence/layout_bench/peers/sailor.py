@@ -6,11 +6,9 @@ its path, so a directory is made in which it lies as sailor.
 """
 
 import contextlib
-import importlib
 import io
 import json
 import os
-import sys
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
@@ -20,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from t5bench_evidence.layout_bench.cases import SAILOR, Case
+from t5bench_evidence.layout_bench.peers.checkout import imported_from
 from t5bench_evidence.layout_bench.planners import Answer, Inexpressible
 
 GPU = "GH-96"
@@ -122,8 +121,7 @@ def _imported(module: str, checkout: Path) -> Any:
     home = Path(tempfile.mkdtemp(prefix="sailor."))
     (home / "sailor").symlink_to(checkout)
     os.environ["SAILOR_PATH"] = str(home)
-    sys.path.insert(0, str(checkout))
-    return importlib.import_module(module)
+    return imported_from(checkout, module)
 
 
 def _planner(name: str, about: str, folder: str, profile: str, **more: Any) -> Simulator:
