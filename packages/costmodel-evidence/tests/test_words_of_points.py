@@ -183,7 +183,7 @@ def test_gpus_as_sources_call_them(text: str, name: str | None):
 def test_a_sources_address_says_whose_software_it_is(tmp_path: Path):
     """NeMo's collectives are sent while the GPU computes; its softmax is fused."""
     layout = {"tp": 4, "dp": 2, "sp": True}
-    fields = {"software": None, "precision": "fp8 (TE) + bf16", "parallel": layout, "attention_kernel": "cudnn"}
+    fields = {"software": None, "precision": "fp8 + bf16", "parallel": layout, "attention_kernel": "cudnn"}
     unknown = throughput(tmp_path, **fields, hardware={"gpu": "H100"})
     nemo = throughput(tmp_path, **fields, hardware={"gpu": "H100"}, source={"repo": "NVIDIA-NeMo/Megatron-Bridge"})
     assert nemo > 1.02 * unknown
