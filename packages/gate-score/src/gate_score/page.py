@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from gate_score.defect import UNCONFIRMED
 from gate_score.gates import BEFORE_THE_FIRST_STEP, OTHERS, OURS, REGRESSION
 from gate_score.score import Result, Score
 
@@ -29,7 +30,7 @@ one process, but for those that are of one layout and differ in a seed that must
 The last three rows are unions.
 `before the first step` is of the two gates that train nothing: `prove`, which executes a step without arithmetic, and
 its comparison of what ranks begin with: weights, samples, the optimizer's numbers, and what a checkpoint gives back.
-The second was written when the later defects had been.
+The second was written when the later defects had been, but for the last two, of Megatron-Bridge.
 `before the first update` has, too, what `judge --locate` says of the first step alone, its weights and gradients.
 
 ## What ours miss
@@ -156,7 +157,10 @@ def listed(result: Result, letters: Mapping[str, str]) -> str:
 def source(one: Mapping[str, Any]) -> str:
     """A link to the thread."""
     repository, _, number = one["source"].partition("#")
-    return f"[{one['source']}](https://github.com/{repository}/issues/{number})" if number else one["source"]
+    if not number:
+        return one["source"]
+    link = f"[{one['source']}](https://github.com/{repository}/issues/{number})"
+    return f"{link}, not confirmed by us" if one["source"] in UNCONFIRMED else link
 
 
 def draw(result: Result, path: Path) -> None:

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gate_score.defect import OWN, defect
-from gate_score.trainer import Batch
+from gate_score.trainer import Batch, local
 
 RESUMED = {"resume_after": 4}
 
@@ -28,13 +28,13 @@ class MomentsAreDropped:
         super().load_states(zeroed(states, ("exp_avg", "exp_avg_sq")))
 
 
-@defect("fsdp2", "NVIDIA-NeMo/Megatron-Bridge#5680", "Adam's count of steps begins at 0", **RESUMED)
+@defect("fsdp2", "NVIDIA-NeMo/Megatron-Bridge#3832", "Adam's count of steps begins at 0", **RESUMED)
 class CountOfStepsBeginsAnew:
     def load_states(self, states: dict[str, Any]) -> None:
         super().load_states({name: state | {"step": 0} for name, state in states.items()})
 
 
-@defect("tensor", "NVIDIA-NeMo/Megatron-Bridge#3397", "the second moments are missing from the checkpoint", **RESUMED)
+@defect("tensor", OWN, "the second moments are missing from the checkpoint", **RESUMED)
 class SecondMomentsAreMissing:
     def load_states(self, states: dict[str, Any]) -> None:
         super().load_states(zeroed(states, ("exp_avg_sq",)))
@@ -171,3 +171,37 @@ class StaleMasterWeights:
                 parameter.detach().copy_(self.begun[name])
         self.begun = {}
         super().update(step)
+
+
+@defect("fsdp2", "NVIDIA-NeMo/Megatron-Bridge#3397", "its first step computes with the initial weights", **RESUMED)
+class LoadedWeightsComeAStepLate:
+    def wrap(self) -> None:
+        super().wrap()
+        self.begun: dict[str, Tensor] = {}
+
+    def load(self, saved: dict[str, Any]) -> None:
+        self.begun = {name: local(parameter.detach()).clone() for name, parameter in self.parameters()}
+        super().load(saved)
+
+    def forward_backward(self, batches: list[Batch], total: float) -> float:
+        weights = {name: local(parameter.detach()) for name, parameter in self.parameters()}
+        loaded = {name: weights[name].clone() for name in self.begun}
+        for name, initial in self.begun.items():
+            weights[name].copy_(initial)
+        own = super().forward_backward(batches, total)
+        for name, weight in loaded.items():
+            weights[name].copy_(weight)
+        self.begun = {}
+        return own
+
+
+@defect(
+    "zero1",
+    "NVIDIA-NeMo/Megatron-Bridge#5680",
+    "fresh moments, and Adam's count of steps begins at 1",
+    **RESUMED,
+)
+class FreshStatesThatHaveTakenAStep:
+    def load_states(self, states: dict[str, Any]) -> None:
+        fresh = zeroed(states, ("exp_avg", "exp_avg_sq"))
+        super().load_states({name: state | {"step": 1} for name, state in fresh.items()})
