@@ -83,7 +83,7 @@ def other_text(row: Mapping[str, Any], column: str) -> str:
 
 @lru_cache(maxsize=1 << 12)
 def is_known(name: str) -> bool:
-    """Whether a column of this name often holds the text: "Text", " text" and "te\u200bxt" too."""
+    """Whether a column of this name often holds the text: "Text" and " text" too."""
     plain = unicodedata.normalize("NFKC", name).casefold()
     letters = "".join(character for character in plain if character.isalnum() or character == "_")
     return letters in DEFAULT_NAMES or letters in OTHER_NAMES

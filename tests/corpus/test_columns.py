@@ -45,7 +45,7 @@ AMBIGUOUS = [
     ({"text": "A title", "main_part": PROSE * 3}, "main_part"),
     ({"document": "17", "utterances": PROSE * 2}, "utterances"),
     ({"text": "天气", "正文": "今天很冷" * 9}, "正文"),
-    ({"text": PROSE, "te\u200bxt": OTHER}, "te\u200bxt"),
+    ({"text": PROSE, "text\u200b": OTHER}, "text\u200b"),
     ({"text": OTHER, " Text": PROSE}, " Text"),
     ({"document": "report-17.pdf", "html": f"<html><p>{PROSE}</p></html>"}, "html"),
     ({"text": "main.py", "code": "def f():\n    return 1\n" * 3}, "code"),
