@@ -112,6 +112,7 @@ def without_numbers(axis: Any, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> T
     return tensor if tensor.numel() == 1 else RIGHT_ALL_REDUCE(axis, tensor, op)
 
 
+RIGHT_SPLIT = data_parallel.split_batch
 RIGHT_ALL_REDUCE = parallel.Axis.all_reduce
 
 
@@ -177,6 +178,11 @@ WRONG = {
         (data_parallel, "sum_tied_gradients", tied_reduced_by(dist.ReduceOp.AVG)),
         "word_embeddings.weight: its gradient reaches the optimizer times 0.5 instead of 1",
     ),
+    "tied embeddings are multiplied as they are summed": (
+        Parallel(1, 2, 1),
+        (data_parallel, "sum_tied_gradients", tied_reduced_by(dist._make_nccl_premul_sum(0.5))),
+        "word_embeddings.weight: its gradient is multiplied by a number that its collective does not show",
+    ),
     "tied embeddings are doubled": (
         Parallel(1, 2, 1),
         (data_parallel, "sum_tied_gradients", tied_then(lambda gradient: gradient.mul_(2))),
@@ -205,6 +211,11 @@ WRONG = {
         Parallel(2),
         (parallel.Axis, "all_reduce", axis_reducing_by(dist.ReduceOp.MAX, lambda elements: elements == 1)),
         "a value is combined by all-reduce (MAX) of 4 bytes over tensor (2 ranks: 0, 1), where a sum is needed",
+    ),
+    "a micro-batch is left out": (
+        Parallel(data=2),
+        (data_parallel, "split_batch", lambda batch, args: RIGHT_SPLIT(batch, args)[:-1]),
+        "lm_head.bias: its gradient lacks micro-batch 2",
     ),
     "gradients are forgotten before the update": (
         Parallel(2),
@@ -250,6 +261,34 @@ def test_fsdp2_that_never_synchronises_is_a_finding(monkeypatch: pytest.MonkeyPa
     assert finding.startswith("the step ends in AttributeError")
     assert "71 of 71 parameters have no gradient then, among them lm_head.bias" in finding
     assert differences == []
+
+
+def reducing_each_time(right: Callable[..., None]) -> Callable[..., None]:
+    """A backward pass after which DDP reduces what it has, also where further micro-batches follow."""
+
+    def backward(self: Any, output: Tensor, gradient: Tensor | None = None, *, is_last: bool, part: int = 0) -> None:
+        right(self, output, gradient, is_last=True, part=part)
+
+    return backward
+
+
+def test_a_reduction_after_each_micro_batch_is_slower_and_not_wrong(monkeypatch: pytest.MonkeyPatch):
+    """What is equal already stays as it is in a mean with what is not."""
+    trainer = data_parallel.TorchTrainer
+    monkeypatch.setattr(trainer, "backward", reducing_each_time(trainer.backward))
+    (difference,) = findings(job_of(Parallel(data=2)), 0)
+    assert "all-reduce of 945,152 bytes among 2 ranks (0, 1): executed 2 times, predicted 1" in difference
+
+
+def test_the_mean_of_equal_gradients_changes_none(monkeypatch: pytest.MonkeyPatch):
+    group = dist.group
+
+    def average(parameter: Any) -> None:
+        dist.all_reduce(parameter.grad, op=dist.ReduceOp.AVG, group=group.WORLD)
+
+    monkeypatch.setattr(data_parallel.TorchTrainer, "update", update_after(data_parallel.TorchTrainer, average))
+    found = findings(job_of(Parallel(data=2)), 0)
+    assert found and all("predicted 0" in one for one in found)
 
 
 def test_replicas_of_the_wrong_group_are_named(monkeypatch: pytest.MonkeyPatch):

@@ -239,8 +239,9 @@ class Follower:
         differs = set(self.divided_by_model(name, self.parameters[name]))
         if self.has_stages:
             differs.add(self.has_stages)
-        own = Origin(frozenset(differs), frozenset({name}), frozenset({1.0}))
-        leaf.register_hook(lambda gradient: self.origins.memory.change(gradient, lambda origin: origin.with_(own)))
+        axes = frozenset(differs)
+        memory = self.origins.memory
+        leaf.register_hook(lambda gradient: memory.change(gradient, lambda origin: origin.of_gradient(name, axes)))
 
     def divided(self, name: str, parameter: nn.Parameter) -> tuple[str, ...]:
         """The axes along which other ranks have other slices or shards."""

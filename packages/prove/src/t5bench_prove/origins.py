@@ -44,6 +44,15 @@ SUMS = {SUM, AVERAGE, SCALED_SUM}
 MAXIMA = {"amax", "max"}
 
 
+class Term(NamedTuple):
+    """A part of a gradient: what autograd gave in one backward pass."""
+
+    factor: float
+    """What it has been multiplied by since then; NaN if that was not seen."""
+    differs: frozenset[str] = frozenset()
+    """The axes along which ranks have another one."""
+
+
 class Origin(NamedTuple):
     """Of a value."""
 
@@ -51,8 +60,8 @@ class Origin(NamedTuple):
     """The axes of the layout along which ranks have other values."""
     gradients: frozenset[str] = frozenset()
     """The parameters whose gradients are in it."""
-    factors: frozenset[float] = frozenset()
-    """What these gradients have been multiplied by since autograd computed them; NaN if that was not seen."""
+    terms: frozenset[Term] = frozenset()
+    """The parts of these gradients, each of which may have been multiplied and summed otherwise."""
     scales: frozenset[str] = frozenset()
     """The axes along which ranks have multiplied these gradients by another number, such as a norm's."""
     parts: frozenset[str] = frozenset()
@@ -64,7 +73,7 @@ class Origin(NamedTuple):
         return Origin(
             self.differs | other.differs,
             self.gradients | other.gradients,
-            self.factors | other.factors,
+            self.terms | other.terms,
             self.scales | other.scales,
             self.parts | other.parts,
             self.marks | other.marks,
@@ -74,7 +83,17 @@ class Origin(NamedTuple):
         return self._replace(differs=self.differs - axes, scales=self.scales - axes)
 
     def times(self, number: float) -> "Origin":
-        return self._replace(factors=frozenset(factor * number for factor in self.factors))
+        return self._replace(terms=frozenset(Term(term.factor * number, term.differs) for term in self.terms))
+
+    def of_gradient(self, name: str, differs: frozenset[str]) -> "Origin":
+        """What autograd gives a parameter, of which ranks along these axes have another one besides."""
+        differs = self.differs | differs
+        return self.with_(Origin(differs, frozenset({name}), frozenset({Term(1.0, differs)})))
+
+    @property
+    def factors(self) -> frozenset[float]:
+        """What these gradients have been multiplied by since autograd computed them; NaN if that was not seen."""
+        return frozenset(term.factor for term in self.terms)
 
 
 NOTHING = Origin()
@@ -477,19 +496,18 @@ class Origins(TorchDispatchMode):
         outputs, given = tensors_of(result), tensors_of(args[0])
         operation = args[1].upper() if len(args) > 1 and isinstance(args[1], str) else SUM
         axis = self.axes.name(ranks) if len(ranks) > 1 else ""
-        times = factor_of(operation, ranks)
+        axes = self.axes.settled_by(axis) if axis else frozenset()
         for output, tensor in zip(outputs, given, strict=True):
             if len(ranks) == 1:
                 self.memory.write(output, self.memory.read(tensor))
             elif name.startswith("all_reduce"):
                 self.reduced("all-reduce", tensor, ranks, axis, operation)
-                settled = self.memory.origin(tensor).without(self.axes.settled_by(axis)).times(times)
-                self.memory.write_whole(output, settled)
+                self.memory.write_whole(output, combined(self.memory.origin(tensor), axes, operation, ranks))
             elif name.startswith("all_gather_into_tensor"):
                 self.gather(output, tensor, axis)
             elif name.startswith("reduce_scatter_tensor"):
                 self.reduced("reduce-scatter", tensor, ranks, axis, operation)
-                self.scatter(output, tensor, axis, times)
+                self.scatter(output, tensor, axis, operation, ranks)
             else:
                 self.not_followed.add(f"{name} among {members(ranks)}")
                 self.memory.write_whole(output, self.memory.origin(tensor))
@@ -498,10 +516,9 @@ class Origins(TorchDispatchMode):
     def among(self, name: str, args: Sequence[Any], ranks: tuple[int, ...], operation: str) -> None:
         """What a collective of several ranks does to the origins."""
         axis = self.axes.name(ranks)
-        times = factor_of(operation, ranks)
 
         def settle(origin: Origin) -> Origin:
-            return origin.without(self.axes.settled_by(axis)).times(times)
+            return combined(origin, self.axes.settled_by(axis), operation, ranks)
 
         if name == "recv_":
             for tensor in tensors_of(args[0]):
@@ -519,7 +536,7 @@ class Origins(TorchDispatchMode):
                     self.gather(output, given, axis)
                 else:
                     self.reduced("reduce-scatter", given, ranks, axis, operation)
-                    self.scatter(output, given, axis, times)
+                    self.scatter(output, given, axis, operation, ranks)
         elif name not in SILENT:
             self.not_followed.add(f"{name.rstrip('_')} among {members(ranks)}")
 
@@ -546,14 +563,16 @@ class Origins(TorchDispatchMode):
                 if operation not in SUMS:
                     self.not_summed.append((name, reduction))
                 self.reductions.setdefault(name, []).append(reduction)
-                if axes and not axes & piece.origin.differs:
+                if axes and not axes & piece.origin.differs and operation != AVERAGE:
                     self.summed_again.append((name, reduction))
 
-    def scatter(self, output: Tensor, given: Tensor, axis: str, times: float) -> None:
+    def scatter(self, output: Tensor, given: Tensor, axis: str, operation: str, ranks: Sequence[int]) -> None:
         """Between tensor-parallel ranks the parts are of other tokens, so they differ; elsewhere of the same sum."""
         pieces = self.memory.covered(given)
         axes = self.axes.settled_by(axis)
-        settled = [OriginPiece(piece.start, piece.end, piece.origin.without(axes).times(times)) for piece in pieces]
+        settled = [
+            OriginPiece(piece.start, piece.end, combined(piece.origin, axes, operation, ranks)) for piece in pieces
+        ]
         has_gradients = any(piece.origin.gradients for piece in pieces)
         if has_gradients:
             apart = Origin(parts=axes)
@@ -629,11 +648,23 @@ def operation_of(args: Sequence[Any]) -> str:
     return SUM
 
 
-def factor_of(operation: str, ranks: Sequence[int]) -> float:
-    """What each rank's part is multiplied by in the result of a reduction."""
-    if operation == SCALED_SUM:
-        return math.nan
-    return 1 / len(ranks) if operation == AVERAGE else 1.0
+def combined(origin: Origin, axes: frozenset[str], operation: str, ranks: Sequence[int]) -> Origin:
+    """What a reduction over the ranks along these axes makes of a value; () for ranks that are no group of the layout.
+
+    A sum counts a term once for each rank where all have the same one, and a mean leaves that one as it is.
+    """
+    terms = set()
+    for term in origin.terms:
+        is_same = bool(axes) and not axes & term.differs
+        times = 1.0
+        if operation == SCALED_SUM:
+            times = math.nan
+        elif operation == AVERAGE and not is_same:
+            times = 1 / len(ranks)
+        elif operation == SUM and is_same:
+            times = float(len(ranks))
+        terms.add(Term(term.factor * times, term.differs - axes))
+    return origin.without(axes)._replace(terms=frozenset(terms))
 
 
 def multiplied(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], inputs: Sequence[Any]) -> list[Any]:

@@ -5,6 +5,7 @@ what autograd computes. How the loss was scaled before, and all arithmetic withi
 """
 
 import contextlib
+import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -16,7 +17,18 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from native.data_parallel import TorchTrainer
 from t5bench.costmodel import traffic
 from t5bench.costmodel.job import Job
-from t5bench_prove.origins import DATA, KEYS, PIPELINE, TENSOR, Axes, GradientSum, Origin, Origins, members
+from t5bench_prove.origins import (
+    DATA,
+    KEYS,
+    PIPELINE,
+    TENSOR,
+    Axes,
+    GradientSum,
+    Origin,
+    OriginPiece,
+    Origins,
+    members,
+)
 
 WORDS = ("word_embeddings.weight", "word_embeddings_for_head.weight")
 POSITIONS = ("position_embeddings.weight",)
@@ -54,6 +66,8 @@ class Watch:
     report: Report = field(default_factory=Report)
     arrived: set[str] = field(default_factory=set)
     """The parameters whose gradients the optimizer got."""
+    micro_batches: list[str] = field(default_factory=list)
+    """Their names, where each gradient must have a part of each."""
 
     def __post_init__(self) -> None:
         parallel = self.job.parallel
@@ -90,15 +104,29 @@ class Watch:
         self.is_divided = {name: has_slices and hasattr(own, "tp_slice") for name, own in self.parameters.items()}
         memory = self.origins.memory
         parallel = self.job.parallel
-        if parallel.data > 1:
-            for tokens in batch:
-                memory.write_whole(tokens, Origin(self.origins.axes.of_data))
+        if parallel.pipeline == 1:  # what a stage receives says of no micro-batch whose it is
+            self.micro_batches = [f"micro-batch {number + 1}" for number in range(trainer.args.micro_batches)]
+        for tokens in batch:
+            self.mark(tokens)
         for name, parameter in self.parameters.items():
             if self.is_divided[name] and parameter.numel():
                 memory.write_whole(parameter, Origin(frozenset({TENSOR})))
         for name, leaf in self.leaves(model).items():
             self.name_gradient(name, leaf)
         self.origins.is_on = True
+
+    def mark(self, tokens: Tensor) -> None:
+        """Notes which ranks have others, and of which micro-batch each row is: split_batch() cuts it in equal parts."""
+        differs = self.origins.axes.of_data if self.job.parallel.data > 1 else frozenset()
+        if not self.micro_batches:
+            self.origins.memory.write_whole(tokens, Origin(differs))
+            return
+        each = tokens.numel() * tokens.element_size() // len(self.micro_batches)
+        pieces = [
+            OriginPiece(number * each, (number + 1) * each, Origin(differs, marks=frozenset({name})))
+            for number, name in enumerate(self.micro_batches)
+        ]
+        self.origins.memory.write(tokens, pieces)
 
     def leaves(self, model: nn.Module) -> dict[str, nn.Parameter]:
         """The tensors whose gradients autograd computes: FSDP2's are the gathered parameters."""
@@ -118,10 +146,9 @@ class Watch:
             differs.add(TENSOR)
         if parallel.pipeline > 1:
             differs.add(PIPELINE)
-        own = Origin(frozenset(differs), frozenset({name}), frozenset({1.0}))
 
         def note(gradient: Tensor) -> None:
-            self.origins.memory.change(gradient, lambda origin: origin.with_(own))
+            self.origins.memory.change(gradient, lambda origin: origin.of_gradient(name, frozenset(differs)))
 
         leaf.register_hook(note)
 
@@ -141,8 +168,13 @@ class Watch:
                 self.found(f"all gradients are scaled by a number that is not the same on {RANKS_ALONG[axis]}")
             for name in sorted(piece.origin.gradients):
                 self.arrived.add(name)
+                missing = [one for one in self.micro_batches if one not in piece.origin.marks]
+                if missing:
+                    self.found(f"{name}: its gradient lacks {', '.join(missing)}")
                 for factor in sorted(piece.origin.factors):
-                    if abs(factor - mean) > MOST_FACTOR_ERROR * mean:
+                    if math.isnan(factor):
+                        self.found(f"{name}: its gradient is multiplied by a number that its collective does not show")
+                    elif abs(factor - mean) > MOST_FACTOR_ERROR * mean:
                         self.found(f"{name}: its gradient reaches the optimizer times {factor:g} instead of {mean:g}")
                 for axis in self.copies(name):
                     if piece.origin.differs & self.origins.axes.settled_by(axis):
