@@ -54,11 +54,8 @@ def enter_tp(x: Tensor, tp: Axis) -> Tensor:
 
 def leave_tp(partial: Tensor, tp: Axis) -> Tensor:
     """g: takes the output of row slices. Forward all-reduces it in place; backward sends nothing."""
-    return scatter_sequence(partial, tp) if tp.divides_sequence else sum_over(partial, tp)
-
-
-def sum_over(partial: Tensor, tp: Axis) -> Tensor:
-    """The sum of what the ranks have, on all of them, in place; backward sends nothing."""
+    if tp.divides_sequence:
+        return scatter_sequence(partial, tp)
     return partial if tp.size == 1 else _Leave.apply(partial.contiguous(), tp)
 
 
@@ -192,25 +189,37 @@ class VocabEmbedding(nn.Module):
         return leave_tp(embedded.masked_fill(is_elsewhere.unsqueeze(-1), 0), self.tp)
 
 
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, tp: Axis, words: range) -> Tensor:
+        logits = logits.detach()  # to be overwritten
+        largest = tp.all_reduce(logits.amax(-1), dist.ReduceOp.MAX)  # [b, s]
+        local = labels - words.start  # [b, s]
+        is_here = (local >= 0) & (local < len(words)) & (labels >= 0)
+        places = local.masked_fill(~is_here, 0).unsqueeze(-1)  # [b, s, 1]
+        label_logits = logits.gather(-1, places).squeeze(-1) - largest
+        label_logits = tp.all_reduce(label_logits.masked_fill(~is_here, 0.0))
+        exponentials = logits.sub_(largest.unsqueeze(-1)).exp_()
+        exp_sum = tp.all_reduce(exponentials.sum(-1))
+        ctx.save_for_backward(exponentials, exp_sum, places, is_here, labels)
+        return (exp_sum.log() - label_logits).masked_fill(labels < 0, 0.0)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        exponentials, exp_sum, places, is_here, labels = ctx.saved_tensors
+        gradient = gradient.masked_fill(labels < 0, 0.0)  # [b, s]
+        of_logits = exponentials.mul_((gradient / exp_sum).unsqueeze(-1))  # the probabilities, times the gradient
+        of_logits.scatter_add_(-1, places, -gradient.masked_fill(~is_here, 0.0).unsqueeze(-1))
+        return of_logits, None, None, None
+
+
 def vocab_cross_entropy(logits: Tensor, labels: Tensor, tp: Axis, vocabulary: int) -> Tensor:
     """Cross entropy per token, [b, s] fp32, 0 where the label is -1; logits [b, s, V/tp] are a slice of the vocabulary.
 
-    Only three numbers per token travel: the maximum, the sum of exponentials and the label's logit.
+    Only three numbers per token travel: the maximum, the sum of exponentials and the label's logit. The logits are the
+    largest of all tensors, so what was computed takes their place: fp32 logits are overwritten, here and in backward.
     """
-    logits = logits.float()
-    if tp.size == 1:
-        losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-1, reduction="none")  # [b * s]
-        return losses.view_as(labels)
-    largest = tp.all_reduce(logits.detach().amax(-1), dist.ReduceOp.MAX)  # [b, s]
-    logits = logits - largest.unsqueeze(-1)
-    exp_sum = sum_over(logits.exp().sum(-1), tp)  # [b, s]
-
-    words = share(vocabulary, range(tp.size), tp.rank)
-    local = labels - words.start  # [b, s]
-    is_here = (local >= 0) & (local < len(words)) & (labels >= 0)
-    index = local.masked_fill(~is_here, 0).unsqueeze(-1)  # [b, s, 1]
-    label_logits = logits.gather(-1, index).squeeze(-1).masked_fill(~is_here, 0.0)  # [b, s]
-    return (exp_sum.log() - sum_over(label_logits, tp)).masked_fill(labels < 0, 0.0)
+    return _CrossEntropy.apply(logits.float(), labels, tp, share(vocabulary, range(tp.size), tp.rank))
 
 
 class SharedDropout(nn.Module):

@@ -199,7 +199,7 @@ class Tracer:
         self.file.add_output(name, output, self.first_sample(self.micro_batch), self.args.dp)
 
     def saw_logits(self, _module: nn.Module, _inputs: object, logits: Tensor) -> None:
-        self.logits = logits.detach()
+        self.logits = logits.detach().clone()  # the loss overwrites them
 
     def saw_gradient(self, name: str, gradient: Tensor) -> None:
         term = sketch(gradient, self.own_part(self.parameters[name])) / self.args.dp

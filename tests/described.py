@@ -139,7 +139,8 @@ def reference_of(config: Mapping[str, Any], seed: int, attention: str = "eager")
     options = dict(config)
     kind = options.pop("model_type")
     silent = ("dropout_rate", "resid_pdrop", "embd_pdrop", "attn_pdrop", "attention_dropout", "hidden_dropout")
-    their_config = transformers.AutoConfig.for_model(kind, **options, **dict.fromkeys(silent, 0.0), use_cache=False)
+    options |= dict.fromkeys(silent, 0.0) | {"use_cache": False}
+    their_config = transformers.AutoConfig.for_model(kind, **options)
     their_config._attn_implementation = attention
     kinds = transformers.AutoModelForSeq2SeqLM if family_of(config) == "t5" else transformers.AutoModelForCausalLM
     model = kinds.from_config(their_config)

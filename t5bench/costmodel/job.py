@@ -315,7 +315,6 @@ class Software:
     logits: int = 6  # bytes of a logit at the most, while the loss is computed
     logit_gradients: int = 2  # and while the head's gradients are
     tensor_mask: int = 1  # bytes of a dropout's mask under tensor parallelism; elsewhere one
-    tensor_logits: int = 0  # `logits` under tensor parallelism, 0 where it is the same
     cast_parameters: bool = False  # parameters are fp32, and cast to 16 bits in every iteration
     keeps_inputs: bool = False  # of pipeline stages, and fp16's fp32 gradients, until the next iteration (memory.py)
     fused_softmax: bool = True  # of stored scores: scale, mask and softmax in one kernel
@@ -343,12 +342,9 @@ SOFTWARE = {
         eager_rms_norm=True,
         eager_norm_bytes=4,
     ),
-    # native/: log_softmax's output and two gradients of the logits in fp32. Under tensor parallelism the exponentials
-    # and three gradients (of the label's logit, of the exponentials, their sum); SharedDropout's mask has 16 bits.
-    # The gate is one operator and the product another; rotate() makes new queries and keys.
-    "native": Software(
-        logits=12, cast_parameters=True, tensor_mask=2, tensor_logits=16, fused_gate=False, rotates_apart=True
-    ),
+    # native/: bf16 logits, and fp32 ones of which the loss and then their gradient take the place; SharedDropout's mask
+    # has 16 bits. The gate is one operator and the product another; rotate() makes new queries and keys.
+    "native": Software(cast_parameters=True, tensor_mask=2, fused_gate=False, rotates_apart=True),
     # Megatron-LM: vocab_parallel_cross_entropy computes in place on the fp32 copy of the logits and keeps it for
     # backward: core/tensor_parallel/cross_entropy.py:28-120. DotProductAttention's scores go to a global buffer:
     # core/transformer/dot_product_attention.py:189.

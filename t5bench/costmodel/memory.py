@@ -753,7 +753,7 @@ def _of_a_micro_batch(job: Job, chunk: int) -> dict[str, float]:
         "decoder": part.decoder_layers * layer_bytes(job, True) if part.decoder_layers else 0.0,
         "ends of stacks": _ends(job, part),
         "pipeline's buffers": _pipeline_buffers(job, part, chunk),
-        # Where the backward pass does not follow at once, as under GPipe: the logarithms of softmax, in fp32.
+        # Where the backward pass does not follow at once, as under GPipe: the exponentials of softmax, in fp32.
         "logits that wait": 4 * _logits(job) if part.head else 0.0,
     }
 
@@ -864,8 +864,6 @@ def logits_bytes(job: Job, stage: int = 0) -> tuple[float, float]:
         return 0.0, 0.0
     logits = _logits(job)
     width = software.logits
-    if tensor > 1 and software.tensor_logits:
-        width = software.tensor_logits
     whole = 0.0  # logits that every tensor-parallel rank gathers
     if tensor > 1 and not software.divides_head:
         whole = logits * (tensor - 1) * width + 2 * logits

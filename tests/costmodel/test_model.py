@@ -254,11 +254,11 @@ def test_what_the_allocator_adds():
 
 TRACED = [
     (Architecture(2, 2, 256, 4, 64, 704, 128, 128, 8192), 1, 1, "embedding"),
-    (Architecture(2, 2, 512, 8, 64, 704, 512, 128, 4096), 4, 2, "loss"),
+    (Architecture(2, 2, 512, 8, 64, 704, 512, 128, 4096), 4, 2, "start of backward"),
 ]
 
 
-@pytest.mark.parametrize(("architecture", "micro_batch", "tensor", "moment"), TRACED, ids=["embedding", "loss"])
+@pytest.mark.parametrize(("architecture", "micro_batch", "tensor", "moment"), TRACED, ids=["embedding", "head"])
 def test_the_native_engines_own_allocations(architecture, micro_batch, tensor, moment):
     """Its second iteration, traced with fake tensors: what stays, and the peak."""
     from torch.distributed._tools.mem_tracker import MemTracker  # it imports torch's compiler

@@ -1,6 +1,7 @@
 """Models that a config.json describes; Transformers' own model with the same weights is every strategy's reference."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from described import CONFIGS, arguments_of, batch_of, logits_of, reference_of
 from strategies import STRATEGIES, Curve, curve_of, in_processes, largest_difference
 
-from native import gpt, layers, positions, sequence_parallel, t5
+from native import data_parallel, gpt, layers, positions, sequence_parallel, t5
 from native.data_parallel import TorchTrainer, mean_loss
 from native.parallel import Mesh
 from native.trace import traced
@@ -51,7 +52,9 @@ def test_one_process_computes_what_transformers_does(kind: str, monkeypatch: pyt
     for module in (gpt, t5):
         loss = module.vocab_cross_entropy
         monkeypatch.setattr(
-            module, "vocab_cross_entropy", lambda logits, *more, loss=loss: caught.append(logits) or loss(logits, *more)
+            module,
+            "vocab_cross_entropy",
+            lambda logits, *more, loss=loss: caught.append(logits.clone()) or loss(logits, *more),
         )
     with torch.no_grad():
         trainer.model(*batch)
@@ -163,6 +166,58 @@ def not_summed_in_pairs(rank: int) -> None:
     sequence_parallel.sum_together = lambda own, axis: None if axis.size == 2 else together(own, axis)
 
 
+def no_norms_of_queries_and_keys(rank: int) -> None:
+    forward = layers.RMSNorm.forward
+
+    def skipped(self: Any, x: torch.Tensor) -> torch.Tensor:
+        is_of_heads = hasattr(self.weight, "is_partial")
+        return x + 0 * self.weight if is_of_heads else forward(self, x)
+
+    layers.RMSNorm.forward = skipped
+
+
+def copies_of_words_not_summed(rank: int) -> None:
+    data_parallel.sum_tied_gradients = lambda tied: None
+
+
+def one_residual_after_the_other(rank: int) -> None:
+    init = layers.Layer.__init__
+
+    def sequential(self: Any, *words: Any, **named: Any) -> None:
+        init(self, *words, **named)
+        self.parallel_residual = False
+
+    layers.Layer.__init__ = sequential
+
+
+def gate_and_input_swapped(rank: int) -> None:
+    def swapped(self: Any, x: torch.Tensor) -> torch.Tensor:
+        inner, gate = self.dense_h_to_4h(x).chunk(2, -1)
+        return self.dense_4h_to_h(layers.activate(gate, self.activation) * inner)
+
+    layers.FeedForward.forward = swapped
+
+
+def every_column_turned(rank: int) -> None:
+    rotation_of = positions.rotation_of
+    layers.rotation_of = lambda model, *words: rotation_of(replace(model, rotary_columns=0), *words)
+
+
+def waves_not_stretched(rank: int) -> None:
+    rotation_of = positions.rotation_of
+    layers.rotation_of = lambda model, *words: rotation_of(replace(model, rotary_scaling=()), *words)
+
+
+def scores_scaled(rank: int) -> None:
+    init = layers.Attention.__init__
+    layers.Attention.__init__ = lambda self, args, model, tp: init(self, args, replace(model, scaled_scores=True), tp)
+
+
+def head_not_scaled(rank: int) -> None:
+    init = layers.Head.__init__
+    layers.Head.__init__ = lambda self, model, tp: init(self, replace(model, scaled_head=False), tp)
+
+
 FIRST_ATTENTION = (1, "forward", "encoder.layers.0.self_attention")
 MISTAKES: Mapping[str, tuple[str, str, Callable[[int], None], tuple[int, str, str]]] = {
     "rotary angles": ("mistral", "tensor", keys_one_position_late, FIRST_ATTENTION),
@@ -179,6 +234,19 @@ MISTAKES: Mapping[str, tuple[str, str, Callable[[int], None], tuple[int, str, st
     "norms of each head": (
         "qwen3", "tensor", not_summed_in_pairs, (1, "reduced", "encoder.layers.0.self_attention.query_layernorm.weight")
     ),
+    "norms of queries and keys": ("qwen3", "hybrid", no_norms_of_queries_and_keys, FIRST_ATTENTION),
+    "tied words": (
+        "qwen2", "pipeline", copies_of_words_not_summed, (1, "reduced", "embedding.word_embeddings.weight")
+    ),
+    "parallel residual": (
+        "gpt_neox", "tensor", one_residual_after_the_other,
+        (1, "forward", "encoder.layers.0.post_attention_layernorm"),
+    ),
+    "gate": ("t5 v1.1", "pipeline", gate_and_input_swapped, (1, "forward", "encoder.layers.0.mlp")),
+    "rotary columns": ("gpt_neox", "pipeline", every_column_turned, FIRST_ATTENTION),
+    "rotary scaling": ("llama with biases", "tensor", waves_not_stretched, FIRST_ATTENTION),
+    "scale of scores": ("mt5", "tensor", scores_scaled, FIRST_ATTENTION),
+    "scale of the head": ("t5", "pipeline", head_not_scaled, (1, "forward", "loss")),
 }  # fmt: skip
 
 

@@ -65,7 +65,7 @@ def catch_logits(caught: list[torch.Tensor]) -> None:
         cross_entropy = module.vocab_cross_entropy
 
         def catching(logits: torch.Tensor, *others: object, original: Callable = cross_entropy) -> torch.Tensor:
-            caught.append(logits)
+            caught.append(logits.clone())  # the loss overwrites them
             return original(logits, *others)
 
         module.vocab_cross_entropy = catching

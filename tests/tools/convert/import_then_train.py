@@ -1,11 +1,11 @@
-"""A published model's shape from import to export: trained on by several strategies, and loaded by Transformers again.
+"""Published models' shapes from import to export: trained on by several strategies, and loaded by Transformers again.
 
-    PYTHONPATH=.:tests:packages/judge/src python tests/tools/convert/import_then_train.py [MODEL] [DIRECTORY]
+    PYTHONPATH=.:tests:packages/judge/src python tests/tools/convert/import_then_train.py [DIRECTORY]
 
-MODEL is a published name (default: stories15m). The hub is not needed: Transformers makes random weights of that
-shape, and everything after it is what a user does: `import`, the launchers, `export`, `from_pretrained`. It writes the
-table of docs/generated/imported.md: losses and gradient norms of the strategies beside DDP's, the first loss beside
-Transformers' own of the same samples, and what from_pretrained says of the exports.
+The hub is not needed: Transformers makes random weights of the shapes, and everything after it is what a user does:
+`import`, the launchers, `export`, `from_pretrained`. It writes docs/generated/imported.md: losses and gradient norms
+of the strategies beside DDP's, the first loss beside Transformers' own of the same samples, and what from_pretrained
+says of the exports. The larger model takes 10 GB of memory and some minutes.
 """
 
 import json
@@ -28,29 +28,36 @@ from t5bench.compare.parity import curve
 from t5bench.costmodel.parameters import parameters
 from t5bench.costmodel.published import PUBLISHED
 from t5bench.imports import import_transformers
+from t5bench.plan.ports import free_port
 from t5bench.record.records import load
 from t5bench.record.run import Run
 
 PAGE = REPO_ROOT / "docs" / "generated" / "imported.md"
 SAMPLE = REPO_ROOT / "megatron_data" / "sample"
+MODELS = ("stories15m", "smollm2-135m")
 STRATEGIES = ("ddp", "tensor", "fsdp2")
-ITERATIONS = 6
+ITERATIONS = 4
 LENGTH = 64
 SETTINGS = {
     "ENGINE": "native", "DEVICE": "cpu", "NPROC_PER_NODE": "2", "TRAIN_ITERS": str(ITERATIONS), "LOG_INTERVAL": "1",
     "GLOBAL_BATCH_SIZE": "4", "MICRO_BATCH_SIZE": "2", "SEQ_LENGTH": str(LENGTH), "PRECISION_FLAG": "", "DROPOUT": "0",
     "LR": "0.001", "CLIP_GRAD": "1", "SAVE_INTERVAL": str(ITERATIONS), "OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled",
 }  # fmt: skip
-HEAD = """\
-# A published model's shape: imported, trained on, exported, loaded
+HEAD = f"""\
+# Published models' shapes: imported, trained on, exported, loaded
 
-`{model}` has {count:,} parameters; its weights are random, made by Transformers' `save_pretrained`.
-`import` made them the first weights of the native engine, from which each strategy trained {iterations} iterations
-on a CPU (fp32, no dropout, {length} tokens a sample); `export` gave the last ones back.
+The weights are random, made by Transformers' `save_pretrained`.
+`import` made them the first weights of the native engine, from which each strategy trained {ITERATIONS} iterations
+on a CPU (fp32, no dropout, {LENGTH} tokens a sample); `export` gave the last ones back.
 `tests/tools/convert/import_then_train.py` does all of it.
-The first loss differs by {first:.1e} from that of Transformers' own model on the same samples.
 Differences are relative, the largest of all iterations, from DDP's; those of logits relative to the largest one.
 `from_pretrained` missed no key of any export and found none that it does not know.
+"""
+TABLE = """
+## {model}
+
+{count:,} parameters.
+The first loss differs by {first:.1e} from that of Transformers' own model on the same samples.
 
 | Strategy | Loss, first to last | Losses differ by | Gradient norms by | Exported model's logits by |
 |---|---|--:|--:|--:|
@@ -99,6 +106,7 @@ def trained(strategy: str, folder: Path, directory: Path, data: Path) -> Trained
         SETTINGS
         | sizes_of(strategy, folder)
         | {"MODEL": str(folder), "OUTPUT_DIR": str(output), "MEGATRON_DATA_DIR": str(data)}
+        | {"MASTER_PORT": str(free_port())}
     )
     run("bash", launcher, "--", "--initial-weights", str(weights), **chosen, TOKENIZER_MODEL=str(folder))
     exported = directory / f"{strategy}-exported"
@@ -139,24 +147,27 @@ def row(strategy: str, one: Trained, ddp: Trained) -> str:
     return f"| {strategy}, {one.run.world_size} processes | {ends} | {off:.1e} | {of_norm:.1e} | {of_logits:.1e} |\n"
 
 
+def table(model: str, directory: Path) -> str:
+    folder = directory / "published"
+    published(model, folder)
+    data = directory / "data"
+    source = {"XSUM_SOURCE": str(SAMPLE / "articles.jsonl"), "TOKENIZER_MODEL": str(folder)}
+    run("bash", "scripts/prepare_xsum_megatron.sh", MODEL_FAMILY="gpt", MEGATRON_DATA_DIR=str(data), **source)
+    run(sys.executable, "-m", "t5bench", "import", str(folder), str(directory / "imported"))
+    found = {strategy: trained(strategy, folder, directory, data) for strategy in STRATEGIES}
+    ddp = found["ddp"]
+    print(model, json.dumps({strategy: curve(one.run) for strategy, one in found.items()}), file=sys.stderr)
+    first_off = abs(curve(ddp.run)[1] / first_loss(ddp.run, folder) - 1)
+    head = TABLE.format(model=model, count=parameters(ddp.run.architecture), first=first_off)
+    return head + "".join(row(strategy, one, ddp) for strategy, one in found.items())
+
+
 def main() -> None:
-    model = sys.argv[1] if len(sys.argv) > 1 else "stories15m"
     torch.set_num_threads(2)
-    with tempfile.TemporaryDirectory(dir=sys.argv[2] if len(sys.argv) > 2 else None) as name:
-        directory = Path(name)
-        folder = directory / "published"
-        published(model, folder)
-        data = directory / "data"
-        source = {"XSUM_SOURCE": str(SAMPLE / "articles.jsonl"), "TOKENIZER_MODEL": str(folder)}
-        run("bash", "scripts/prepare_xsum_megatron.sh", MODEL_FAMILY="gpt", MEGATRON_DATA_DIR=str(data), **source)
-        run(sys.executable, "-m", "t5bench", "import", str(folder), str(directory / "imported"))
-        found = {strategy: trained(strategy, folder, directory, data) for strategy in STRATEGIES}
-        first = first_loss(found["ddp"].run, folder)
-    count = parameters(found["ddp"].run.architecture)
-    first_off = abs(curve(found["ddp"].run)[1] / first - 1)
-    page = HEAD.format(model=model, count=count, iterations=ITERATIONS, length=LENGTH, first=first_off)
-    page += "".join(row(strategy, one, found["ddp"]) for strategy, one in found.items())
-    print(json.dumps({strategy: curve(one.run) for strategy, one in found.items()}), file=sys.stderr)
+    page = HEAD
+    for model in MODELS:
+        with tempfile.TemporaryDirectory(dir=sys.argv[1] if len(sys.argv) > 1 else None) as name:
+            page += table(model, Path(name))
     PAGE.write_text(page)
 
 
