@@ -63,6 +63,8 @@ class Preparation:
     workers: int
     force: bool
     """Whether to replace other data, and to export again what was exported before."""
+    has_model: bool
+    """Whether MODEL says what is trained on them."""
 
     @classmethod
     def of_settings(cls, settings: Mapping[str, str]) -> "Preparation":
@@ -79,6 +81,7 @@ class Preparation:
             tokenizer=tokenizer,
             workers=_count(settings, "WORKERS") or len(os.sched_getaffinity(0)),
             force=settings.get("FORCE") == "1",
+            has_model=bool(settings.get("MODEL")),
         )
 
 
@@ -180,9 +183,9 @@ def _tell(asked: Preparation, record: Record) -> None:
     if special:
         print(f"{special:,} documents contain the text of a special token, which became the token itself.")
     if asked.tokenizer:
-        preset = "MODEL_PRESET=tiny " if documents < FEW else ""
+        preset = "MODEL_PRESET=tiny " if documents < FEW and not asked.has_model else ""
         command = command_for(asked.directory, asked.family, preset, "run_megatron_t5_ddp.sh")
-        print(f"Next:\n  {command}")
+        print(f"Next{', with the same MODEL' if asked.has_model else ''}:\n  {command}")
 
 
 def _count(settings: Mapping[str, str], name: str) -> int | None:

@@ -186,6 +186,7 @@ def test_impossible_settings_are_refused_and_the_sample_is_prepared_offline(prep
         content = (prepare.data / name).read_bytes()
         assert meta["files"][name] == {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
     assert said.endswith("/scripts/run_megatron_t5_ddp.sh'\n") and "\n  MODEL_PRESET=tiny bash '" in said
+    assert "\nNext, with the same MODEL:\n  bash '" in prepare(SAMPLE="1", MODEL="t5-small").stdout
 
 
 def test_the_sample_for_gpt(prepare: Prepare, megatron_dir: Path) -> None:
