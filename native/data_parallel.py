@@ -110,7 +110,8 @@ class TorchTrainer:
         forget_copies()
         norm = clip_gradients(self.model, self.model.tied, self.mesh, self.args.clip_grad)
         self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=False)
+        # DDP's stay in its buckets; without replicas the first micro-batch's are taken as they are, and not added to 0.
+        self.optimizer.zero_grad(set_to_none=not self.replicas)
         return norm
 
     @torch.no_grad()

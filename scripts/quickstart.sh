@@ -41,7 +41,7 @@ prompt='The <extra_id_0> walks in <extra_id_1> park.'
 echo
 for tracker in "${trained[@]}"; do
   [[ -f $tracker ]] || continue
-  echo "After $TRAIN_ITERS iterations a tiny model cannot know much. It completes '$prompt' like this:"
+  echo "After $TRAIN_ITERS iterations a model cannot know much. It completes '$prompt' like this:"
   attend python_module t5bench generate "${tracker%/checkpoints/*}" --prompt "$prompt"
   break
 done

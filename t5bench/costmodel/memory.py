@@ -479,12 +479,14 @@ def _fully_sharded_states(job: Job, count: int) -> dict[str, dict[str, float]]:
     if job.micro_batches > 1:
         added_up = 4 * count
         gradients: float = 4 * count
+        reduction = 0  # what is reduced goes from those that were added up
     else:
         added_up = 0
         gradients = 4 * (count - root) / n
+        reduction = 4 * layer
     return {
         "forward": gathered | {"gradients": added_up},
-        "backward": gathered | {"gradients": gradients, "reduction": 4 * layer},
+        "backward": gathered | {"gradients": gradients, "reduction": reduction},
         "step": {"gradients": 4 * count / n},
     }
 
