@@ -7,7 +7,17 @@ from typing import Any
 from packaging.version import Version
 
 from t5bench_ledger.judge import DOES_NOT_RUN, ROUNDS, WRONG
-from t5bench_ledger.modes import DEEPSPEED_PIPELINE, FSDP2_TENSOR, PIPELINE_STAGE_0, STAGE_0, TRAINER, Mode
+from t5bench_ledger.modes import (
+    DEEPSPEED_PIPELINE,
+    FSDP2_TENSOR,
+    PIPELINE_STAGE_0,
+    STAGE_0,
+    TRAINER,
+    Mode,
+    library_of,
+)
+from t5bench_ledger.show import is_shown
+from t5bench_ledger.spans import public
 
 ISSUES = "https://github.com/deepspeedai/DeepSpeed/issues"  # leads to pull requests too
 PYTORCH_ISSUES = "https://github.com/pytorch/pytorch/issues"
@@ -211,6 +221,18 @@ WITHDRAWN = (
 )  # fmt: skip
 
 
+def is_withdrawn(cell: Mapping[str, Any]) -> bool:
+    """Whether a cell that was called wrong is no fault."""
+    return any(each.concerns(cell) for each in WITHDRAWN)
+
+
+def lacks_file(cell: Mapping[str, Any]) -> bool:
+    """Whether a cell differs, and no file shows it in its release: it may not be called wrong."""
+    release = cell["release"] or public(cell["torch"])
+    strategy = cell["strategy"]
+    return cell["verdict"] == WRONG and not is_shown(library_of(strategy), strategy, cell["mode"], release)
+
+
 def standing(cells: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The cells that are not withdrawn; those that are count as not tried."""
-    return [cell for cell in cells if not any(each.concerns(cell) for each in WITHDRAWN)]
+    """The cells that the ledger speaks of. Those that are withdrawn, or wrong and not shown, count as not tried."""
+    return [cell for cell in cells if not is_withdrawn(cell) and not lacks_file(cell)]

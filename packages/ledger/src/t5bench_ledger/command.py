@@ -58,6 +58,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     measuring.add_argument("--limit", type=float, default=LIMIT_SECONDS, help="a longer cell hangs (%(default)s s)")
     bisect = "go on until each change of a verdict lies between neighbouring releases"
     measuring.add_argument("--bisect", action="store_true", help=bisect)
+    accuse = "run the files of --show in every release that they accuse, or in --releases, and keep what they print"
+    measuring.add_argument("--accuse", action="store_true", help=accuse)
     pairs = "try so many pairs of settings, drawn at random, of the installed DeepSpeed and torch, or of --releases"
     measuring.add_argument("--pairs", type=int, default=0, metavar="COUNT", help=pairs)
     measuring.add_argument("--seed", type=int, default=1, help="of the pairs (%(default)s)")
@@ -91,10 +93,15 @@ def measured(args: argparse.Namespace) -> int:
     if not (find_spec("t5bench") and find_spec("native")):
         remedy = "In a clone of the repository, run: python -m t5bench ledger. Here it answers: ledger --answer 0.19.8"
         raise NoAnswer("measuring trains with the native engine, which is not part of this package", remedy)
+    releases = "" if args.releases == ",".join(default_releases()) else args.releases
     if args.pairs:
         from t5bench_ledger.pairs import measure as pairs
 
-        return pairs.run(args, "" if args.releases == ",".join(default_releases()) else args.releases)
+        return pairs.run(args, releases)
+    if args.accuse:
+        from t5bench_ledger import accuse
+
+        return accuse.run(args, releases)
     from t5bench_ledger import measure
 
     return measure.run(args)

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from importlib import metadata
 from pathlib import Path
 
 from t5bench import REPOSITORY, Problem, note
@@ -57,6 +58,11 @@ def run_uv(*arguments: str | Path, must: bool = True) -> bool:
         end = "\n".join(result.stdout.splitlines()[-LINES_SHOWN:])
         raise Problem(f"uv {' '.join(map(str, arguments[:2]))} failed", f"It said:\n{end}")
     return result.returncode == 0
+
+
+def own_torch() -> str:
+    """The running Python's release."""
+    return metadata.version("torch").partition("+")[0]
 
 
 def base_python(torch: str | None) -> Path:

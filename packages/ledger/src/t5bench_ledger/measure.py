@@ -33,7 +33,7 @@ from t5bench.sweep.launch import Launch, PlannedRun
 from t5bench_ledger import costs, environments, gate, judge, page, tables, verdicts
 from t5bench_ledger.answer import chosen
 from t5bench_ledger.bisection import next_releases
-from t5bench_ledger.changes import standing
+from t5bench_ledger.changes import is_withdrawn
 from t5bench_ledger.modes import (
     ACCELERATE_STAGES,
     BASELINE,
@@ -650,12 +650,11 @@ def publish(cells: Sequence[tables.Cell]) -> None:
 
     Raises OSError.
     """
-    kept = standing(cells)
-    verdicts.write(kept)
+    verdicts.write(cells)
     verdicts.write_schema()
-    gate.write(kept)
-    tables.write_pages(tables.PAGES, kept)
-    page.write(tables.PAGES / "is_my_release_right.html", verdicts.shorten(kept))
+    gate.write([cell for cell in cells if not is_withdrawn(cell)])
+    tables.write_pages(tables.PAGES, cells)
+    page.write(tables.PAGES / "is_my_release_right.html", verdicts.shorten(cells))
 
 
 def count_cell(ledger: Ledger, worker: Worker, release: str, strategy: str, mode: Mode, runs: Path) -> costs.Cost:

@@ -35,7 +35,7 @@ PIPELINE_STAGE_0 = "deepspeed-pipeline stage 0"
 FSDP2_TENSOR = "fsdp2 tensor"
 OF_NO_LAUNCHER = (STAGE_0, PIPELINE_STAGE_0, FSDP2_TENSOR)
 PIPELINES = {DEEPSPEED_PIPELINE: 1, PIPELINE_STAGE_0: 0}  # with their ZeRO stages
-OVERFLOWING = {"zero1": 1, "zero2": 2, "zero3": 3}  # what overflow.py and shapes.py train, with the ZeRO stage
+OVERFLOWING = {STAGE_0: 0, "zero1": 1, "zero2": 2, "zero3": 3}  # what overflow.py trains, shapes.py but stage 0
 ZERO_STRATEGIES = ("zero1", "zero2", "zero3", "zero3_offload")
 DEEPSPEED_STRATEGIES = (*ZERO_STRATEGIES, STAGE_0, *PIPELINES)
 # What trainers.py trains: transformers' Trainer and accelerate's loop, each over DDP, the loop also over ZeRO.

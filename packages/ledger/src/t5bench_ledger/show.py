@@ -8,8 +8,9 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import cache, cached_property
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,8 +19,11 @@ from t5bench_ledger.answer import NoAnswer, named, public
 from t5bench_ledger.modes import BESIDE
 
 FOLDER = Path(__file__).with_name("accusations")
-RAN = re.compile(r"^(?:transformers|deepspeed) (\S+) ", re.MULTILINE)
-FIELD = re.compile(r"^(Library|Strategies|Modes): ((?:.|\n  )+)$", re.MULTILINE)
+# The first line of a file's output, and how each of its statements ends.
+VERSIONS = re.compile(r"(?:transformers|deepspeed|torch) (\S+)(?: .*torch (\S+))?$")
+AS_PROMISED = "as promised"
+NOT_AS_PROMISED = f"NOT {AS_PROMISED}"
+FIELD = re.compile(r"^(Library|Strategies|Modes|Pairs): ((?:.|\n  )+)$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -30,22 +34,64 @@ class Accusation:
     library: str
     strategies: frozenset[str]
     modes: frozenset[str]
+    pairs: frozenset[str]
+    """The smallest forms of pairs of settings that it shows, in words."""
 
     @property
     def printed(self) -> str:
         """What it printed under releases with the fault and without it."""
-        return self.path.with_suffix(".txt").read_text()
+        path = self.path.with_suffix(".txt")
+        return path.read_text() if path.exists() else ""
 
-    def shows(self, releases: Collection[str]) -> bool:
-        """Whether it ran under one of these."""
-        return any(release in releases for release in RAN.findall(self.printed))
+    @cached_property
+    def outputs(self) -> dict[tuple[str, str], list[str]]:
+        """Its statements, by release and PyTorch's release."""
+        return statements(self.printed)
+
+    def is_of(self, library: str, strategy: str, mode: str) -> bool:
+        """Whether it speaks for this way of training."""
+        return self.library == library and strategy in self.strategies and mode in self.modes
+
+    def shows(self, releases: Collection[str], mode: str) -> bool:
+        """Whether it printed in one of these that what it trained is not as promised.
+
+        Of a file whose lines begin with modes, those of this mode count.
+        """
+        lines = [line for (release, _), own in self.outputs.items() if release in releases for line in own]
+        names_modes = any(line.startswith(f"{each}: ") for line in lines for each in self.modes)
+        own = [line for line in lines if not names_modes or line.startswith(f"{mode}: ")]
+        return any(line.endswith(NOT_AS_PROMISED) for line in own)
 
 
-def accusations() -> Iterator[Accusation]:
+def statements(printed: str) -> dict[tuple[str, str], list[str]]:
+    """By release and PyTorch's release what files say; libraries print more. The first line has the versions."""
+    found: dict[tuple[str, str], list[str]] = {}
+    own: list[str] = []
+    for line in printed.splitlines():
+        versions = VERSIONS.match(line)
+        if versions:
+            own = [line]
+            found[public(versions[1]), public(versions[2] or versions[1])] = own
+        elif line.endswith(AS_PROMISED):
+            own.append(line)
+    return {versions: lines for versions, lines in found.items() if len(lines) > 1}
+
+
+def is_shown(library: str, strategy: str, mode: str, release: str) -> bool:
+    """Whether a file that needs none of this project shows this fault in this very release."""
+    return any(each.shows([release], mode) for each in accusations() if each.is_of(library, strategy, mode))
+
+
+@cache
+def accusations() -> Sequence[Accusation]:
+    made = []
     for path in sorted(FOLDER.glob("*.py")):
-        fields = {name: value.split(", ") for name, value in FIELD.findall(path.read_text().replace(",\n  ", ", "))}
-        (library,) = fields["Library"]
-        yield Accusation(path, library, frozenset(fields["Strategies"]), frozenset(fields["Modes"]))
+        fields = {name: value.replace("\n  ", " ") for name, value in FIELD.findall(path.read_text())}
+        strategies = frozenset(fields.get("Strategies", "").split(", "))
+        modes = frozenset(fields.get("Modes", "").split(", "))
+        pairs = frozenset(fields.get("Pairs", "").split("; "))
+        made.append(Accusation(path, fields["Library"], strategies, modes, pairs))
+    return made
 
 
 def accusation_of(library: str, mode: str, strategy: str = "", releases: Collection[str] = ()) -> Accusation | None:
@@ -54,7 +100,7 @@ def accusation_of(library: str, mode: str, strategy: str = "", releases: Collect
     for each in accusations():
         is_of_mode = each.library == library and (mode in each.modes or mode == each.path.stem)
         is_of_strategy = not strategy or strategy in each.strategies
-        if is_of_mode and is_of_strategy and (not releases or each.shows(releases)):
+        if is_of_mode and is_of_strategy and (not releases or each.shows(releases, mode)):
             return each
     return None
 

@@ -13,7 +13,7 @@ from packaging.version import Version
 from t5bench import Problem
 from t5bench.printed_table import text_table
 from t5bench.record.files import write_whole
-from t5bench_ledger.changes import CHANGES, WITHDRAWN, Change
+from t5bench_ledger.changes import CHANGES, WITHDRAWN, Change, is_withdrawn, lacks_file, standing
 from t5bench_ledger.judge import DOES_NOT_RUN, HANGS, NOTED, RIGHT, WRONG
 from t5bench_ledger.modes import (
     DEEPSPEED_STRATEGIES,
@@ -53,80 +53,44 @@ The launchers refuse a run whose strategy was wrong in the installed release, in
 
 WHOLE = f"""## How it is measured
 
-`python -m t5bench ledger` installs each release in a folder of its own, trains a tiny T5 with the native engine under
-each strategy in the modes above, and compares loss and gradient norm of every iteration with DDP's, which needs no
-DeepSpeed. The bounds are those of [the parity check](../../../docs/parity.md).
-DeepSpeed's own pipeline engine, which the native engine does not use, trains four layers instead; its loss is
-compared with plain PyTorch's. In fp16, which the native
-engine does not have, ZeRO trains two vectors whose losses are known. ZeRO's optimizer is PyTorch's AdamW, for the
-pipeline and the vectors plain SGD: DeepSpeed's own, which must be compiled (cpu_adam, fused_adam), are not tried. The
-strategies that need no DeepSpeed are trained under each release of PyTorch and compared with DDP, and DDP with one
-process. FSDP2 and tensor parallelism together, two by two processes, train a LayerNorm over halves of the sequence
-([two_meshes.py](../src/t5bench_ledger/two_meshes.py)), whose gradient almost cancels between the
-halves of the data: rounding that a model hides is seen there. No launcher trains so.
+Everything was measured on CPUs over gloo, for {ITERATIONS} iterations on {PROCESSES} processes unless the mode says
+otherwise, hybrid and DeepSpeed's pipeline on {PIPELINE_PROCESSES}.
+That shows what a release computes, not whether its CUDA kernels work.
+The bounds are those of [the parity check](../../../docs/parity.md).
 
-Shapes of models and of training loops, from `used once` on, are those of three linear layers
-([shapes.py](../src/t5bench_ledger/shapes.py)), compared with plain PyTorch in one process. No
-launcher meets them.
+| What | trains | compared with |
+|---|---|---|
+| DeepSpeed's strategies, PyTorch's | a tiny T5 in the native engine, PyTorch's AdamW; not \
+cpu_adam, fused_adam | DDP |
+| DDP | the same | one process |
+| DeepSpeed's pipeline | four layers, SGD ([pipeline.py](../src/t5bench_ledger/pipeline.py)) | plain PyTorch's loss |
+| fp16 | two vectors, SGD ([overflow.py](../src/t5bench_ledger/overflow.py)) | losses that are known |
+| FSDP2 and tensor | a LayerNorm whose gradient almost cancels \
+([two_meshes.py](../src/t5bench_ledger/two_meshes.py)) | one process |
+| shapes, from `used once` on | three layers ([shapes.py](../src/t5bench_ledger/shapes.py)) | plain PyTorch |
+| Trainer and accelerate | a small Llama, T5, BART, BERT, or three layers \
+([trainers.py](../src/t5bench_ledger/trainers.py)) | plain PyTorch on the samples of both processes at once: the mean \
+over all target tokens |
+
 A layer used twice is reported wrong in bf16 under ZeRO-2 on 16 GPUs, from 0.18.3 to 0.19.3
-([#8224](https://github.com/deepspeedai/DeepSpeed/issues/8224)). On a CPU, 4, 8 and 16 processes do not show it either,
-tried under 0.18.3, 0.19.0 and 0.19.3 with eight micro-batches and clipping, and on 16 also with two calls of the model
-before a backward pass, with small buckets and with overlapping communication.
+([#8224](https://github.com/deepspeedai/DeepSpeed/issues/8224)); on a CPU, 4, 8 and 16 processes under 0.18.3, 0.19.0
+and 0.19.3 do not show it.
+accelerate ignores FSDP's plugin on a CPU, and its newer releases take a run with DeepSpeed's for one process: FSDP2,
+and ZeRO with the Trainer, cannot be shown here.
+Of a run in bf16 or fp16 that only fp32 cells speak for, a launcher's record says `not measured in bf16; right in fp32`.
 
-transformers' Trainer and accelerate's loop train a small Llama, T5 or three layers
-([trainers.py](../src/t5bench_ledger/trainers.py)) over DDP and are compared with plain PyTorch in
-one process, on
-the samples that both processes took for the step, all at once. Its loss is the mean of the cross-entropy over all
-target tokens of the step, whichever process and micro-batch they are in; the Trainer's is the loss that it logs, before
-it is rounded. accelerate ignores FSDP's plugin on a CPU, and its newer releases take a run with DeepSpeed's for one
-process: FSDP2, and ZeRO with the Trainer, cannot be shown here. The loop over ZeRO divides the data on its own.
-
-All cells were measured on a CPU over gloo, for {ITERATIONS} iterations, with {PROCESSES} processes unless the mode says
-otherwise, hybrid and DeepSpeed's pipeline with {PIPELINE_PROCESSES}. That shows what a release computes, but not
-whether its CUDA kernels work. Releases and modes that are not on this page were not tried: of a run in bf16 or fp16
-that only fp32 cells speak for, a launcher's record says `not measured in bf16; right in fp32`.
-[cells.json](../src/t5bench_ledger/data/cells.json) has every cell.
-
-```
-python -m t5bench ledger                                              # all releases, all modes
-python -m t5bench ledger --releases 0.18.2,0.19.8 --strategies zero2
-python -m t5bench ledger --torch 2.8.0,2.15.0 --strategies ddp,tensor,pipeline,hybrid,fsdp2
-python -m t5bench ledger --releases transformers==4.45.2,accelerate==1.2.1 --strategies trainer,accelerate
-python -m t5bench ledger --releases 0.18.2 --locate                   # a wrong cell: in which step and module
-python -m t5bench ledger --releases 0.20.0 --publish                  # adds a new release to this page
-```
-
-The command needs uv. It installs nothing into your environment, keeps its own in `~/.cache/t5-parallelism/ledger`, and
-continues after an interruption. Cells of a page that are not measured again stay on it.
+[cells.json](../src/t5bench_ledger/data/cells.json) has every cell; [the README](../README.md#measure) says how to
+measure more. Cells of a page that are not measured again stay on it.
 """
 
 OF_OTHER_TORCHES = """FSDP2 and tensor in bf16 was measured again under torch 2.13.0 alone.
 The former figures of other releases were the test's, whose gradients cancel, and those cells count as not tried.
 """
 
-ISOLATED = """## Shown without this project
+NOT_SHOWN = """## Measured as different, and not shown
 
-[update.py](../../../tests/reproductions/update.py) needs DeepSpeed and PyTorch alone. Its gradient is known without a
-model, so it prints what share of it a release applies:
-
-| arguments | processes | releases | what it prints |
-|---|---|---|---|
-| `2` | 2 | 0.17.6 | 0.15 to 0.29 of the mean gradient is applied |
-| `2 --offload` | 2 | 0.17.6, 0.18.3, 0.18.5, 0.18.6 | 0.45 to 0.56 of the mean gradient is applied |
-| `1 --bf16 --fp32-accumulation` | 2 | 0.17.6 | the norm is 65,411 times too large, so clipping takes the update away |
-| | | 0.18.3 | nothing is applied |
-| | | 0.18.5, 0.18.6, 0.18.9 | the error is 0.68 of the largest gradient, the norm 1.16 of the right one |
-| `0 --bf16` | 2 | 0.17.6 | the norm is 65,411 times too large; gradients of earlier iterations are applied again |
-| | | 0.18.3, 0.18.5 | nothing is applied |
-| `1` | 2 | 0.18.9 | `Output 0 of Split is a view and is being modified inplace` (torch 2.13.0) |
-
-[fsdp2_mean.py](../../../tests/reproductions/fsdp2_mean.py) needs PyTorch alone. Under torch 2.8.0 it prints that two
-processes on a CPU get 2.000 times the mean gradient from FSDP2, which adds gradients up and does not divide them; Adam
-hides that in the loss. Under 2.13.0 it prints 1.000.
-
-It prints the right update for all of these in 0.19.8, and for stage 0 in bf16 in those since 0.18.6 that were tried.
-There the ledger's cells
-are beyond the bound by a factor of two, which rounding may explain. It does not show the fault of all-reduce fetch.
+No file of plain PyTorch and the library alone has shown these in that very release.
+They count as not tried; the launchers of this project refuse them all the same.
 """
 
 
@@ -329,7 +293,13 @@ def explained(fault: ReleaseFault) -> Iterator[tuple[str, str, str]]:
 
 
 def upstream(fault: ReleaseFault) -> str:
-    return "; ".join(f"[{number}]({address}): {what}" for number, address, what in explained(fault)) or NO_REPORT
+    return ", ".join(f"[{number}]({address})" for number, address, _ in explained(fault)) or NO_REPORT
+
+
+def reports(found: Iterable[ReleaseFault]) -> list[list[str]]:
+    """What each issue and pull request says that explains one of the faults."""
+    rows = {(number, address): what for fault in found for number, address, what in explained(fault)}
+    return [[f"[{number}]({address})", what] for (number, address), what in rows.items()]
 
 
 def listed_names(strategies: Iterable[str]) -> str:
@@ -352,7 +322,16 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def markdown(cells: Sequence[Cell]) -> str:
+def not_shown(cells: Sequence[Cell]) -> Iterator[list[str]]:
+    """Strategy, modes, library, releases and difference of what was measured and no file shows."""
+    for section in sections([cell for cell in cells if lacks_file(cell) and not is_withdrawn(cell)]):
+        for fault in release_faults(section):
+            modes = ", ".join(fault.modes)
+            yield [NAMES[fault.strategy], modes, section.library, fault.releases, what_happens(fault)]
+
+
+def markdown(measured: Sequence[Cell]) -> str:
+    cells = standing(measured)
     parts = [INTRODUCTION, "## What is not right\n"]
     for section in sections(cells):
         parts.append(f"### {section.title}\n")
@@ -361,13 +340,19 @@ def markdown(cells: Sequence[Cell]) -> str:
             for fault in release_faults(section)
         ]
         parts.append(table(FAULT_HEADER, rows) if rows else "Everything that was tried is right.\n")
+    every = [fault for section in sections(cells) for fault in release_faults(section)]
+    parts.append("### What the reports say\n")
+    parts.append(table(("upstream", "what"), reports(every)))
     parts.append("## Withdrawn\n")
     withdrawn = [(listed_names(each.strategies), each.mode, each.first, each.why) for each in WITHDRAWN]
     parts.append(table(("strategy", "mode", "from release", "why"), withdrawn))
     parts.append(OF_OTHER_TORCHES)
+    unshown = list(not_shown(measured))
+    parts.append(NOT_SHOWN)
+    parts.append(table(("strategy", "modes", "library", "releases", "measured"), unshown) if unshown else "None.\n")
     parts.append("## What was tried\n")
-    measured = [[cell["mode"] for cell in cells].count(mode.name) for mode in MODES]
-    rows = [(mode.name, mode.meaning, str(count)) for mode, count in zip(MODES, measured, strict=True)]
+    counts = [[cell["mode"] for cell in cells].count(mode.name) for mode in MODES]
+    rows = [(mode.name, mode.meaning, str(count)) for mode, count in zip(MODES, counts, strict=True)]
     parts.append(table(["mode", "meaning", "cells measured"], rows))
     bounds = "; ".join(f"{precision}: {bound}" for precision, bound in TOLERANCE.items())
     within = f"within the bound ({bounds}, relative)"
@@ -385,7 +370,7 @@ def markdown(cells: Sequence[Cell]) -> str:
         untried = [release for release in published()[software] if release not in tried_here]
         parts.append(f"Tried: {spans_of(tried_here, software)}.\nNot tried: {spans_of(untried, software) or 'none'}.\n")
         parts.append(table(["strategy", "mode", "tried in", "right in"], rows))
-    return "\n".join([*parts, WHOLE, ISOLATED])
+    return "\n".join([*parts, WHOLE])
 
 
 TITLE = "Which release of DeepSpeed trains which strategy correctly"
@@ -457,7 +442,7 @@ def write_pages(directory: Path, cells: Sequence[Cell]) -> None:
     ordered = in_order(cells)
     write_whole(directory / "ledger.md", markdown(ordered))
     if groups(ordered):
-        write_whole(directory / "ledger.svg", picture(ordered))
+        write_whole(directory / "ledger.svg", picture(standing(ordered)))
 
 
 def in_order(cells: Sequence[Cell]) -> list[Cell]:

@@ -8,7 +8,7 @@ import msgspec
 
 from t5bench.record.files import write_whole
 from t5bench_ledger import costs, tables
-from t5bench_ledger.changes import CHANGES, ISSUES
+from t5bench_ledger.changes import CHANGES, ISSUES, standing
 from t5bench_ledger.modes import MODES
 from t5bench_ledger.releases import (
     MeasuredReleases,
@@ -24,8 +24,12 @@ SCHEMA = DATA / "releases.schema.json"
 RIGHT = "right"
 
 
-def shorten(cells: Sequence[tables.Cell], counted: Path = costs.COUNTED) -> ReleaseVerdicts:
-    """What other projects need of the ledger's cells, and of the page of costs if it is there."""
+def shorten(measured_cells: Sequence[tables.Cell], counted: Path = costs.COUNTED) -> ReleaseVerdicts:
+    """What other projects need of the ledger's cells, and of the page of costs if it is there.
+
+    What is wrong and not shown by a file that needs none of this project is left out here, whoever asks.
+    """
+    cells = standing(measured_cells)
     measured = []
     faults: list[ReleaseFault] = []
     upstream: dict[str, list[str]] = {}

@@ -9,6 +9,7 @@ from t5bench.record.files import write_whole
 from t5bench_ledger import tables
 from t5bench_ledger.modes import LIBRARY
 from t5bench_ledger.pairs.settings import ITERATIONS, MICRO_BATCHES, PROCESSES, Case, possible
+from t5bench_ledger.show import NOT_AS_PROMISED, Accusation, accusations
 from t5bench_ledger.spans import DATA, public
 
 SUMMARY = DATA / "pairs.json"
@@ -43,7 +44,8 @@ The pairs so far were tried on two cores that other work shared; a quiet machine
 *Refused*: an error with words before or while it trains.
 *Crashes*: an error by which no library refuses on purpose, such as an AttributeError.
 A finding is reduced by hypothesis: a setting, a micro-batch or an iteration is left out as long as the verdict stays.
-It is a place to look at, not yet an accusation: those stand in [the ledger](ledger.md), each with a file of its own.
+Where a file of plain PyTorch and the library shows it in that release, the last column names it; the others are places
+to look at.
 """
 
 
@@ -121,18 +123,20 @@ def markdown(entries: Sequence[Mapping[str, Any]]) -> str:
     parts = [BEGINNING, tables.table(header, rows), MEANING]
     for entry in entries:
         parts.append(f"## {title_of(entry)}, seed {entry['seed']}\n")
-        parts.append(findings_table(entry["findings"]) if entry["findings"] else "No finding.\n")
+        parts.append(findings_table(entry) if entry["findings"] else "No finding.\n")
     return "\n".join(parts)
 
 
-def findings_table(entries: Sequence[Mapping[str, Any]]) -> str:
+def findings_table(of: Mapping[str, Any]) -> str:
+    """Of a library, release and seed."""
     rows = []
-    for entry in entries:
+    for entry in of["findings"]:
         case = Case(**entry["case"])
         sizes = f"{case.iterations} x {case.micro_batches}, width {case.width}"
         numbers = ", ".join(map(str, entry["numbers"]))
         said = entry["said"][:LONGEST_SENTENCE].replace("|", "\\|")
-        rows.append([case.words.replace("|", "\\|"), sizes, entry["verdict"], said, str(entry["pairs"]), numbers])
+        words = case.words.replace("|", "\\|")
+        rows.append([words, sizes, entry["verdict"], said, str(entry["pairs"]), numbers, shown(of, case)])
     header = [
         "Smallest form",
         "Iterations x micro-batches",
@@ -140,8 +144,29 @@ def findings_table(entries: Sequence[Mapping[str, Any]]) -> str:
         "What differs, or the error",
         "Pairs",
         "Numbers",
+        "Shown alone",
     ]
     return tables.table(header, rows)
+
+
+def files_of(library: str, case: Case) -> list[Accusation]:
+    """That speak for a smallest form."""
+    return [each for each in accusations() if each.library == library and case.words in each.pairs]
+
+
+def shown(entry: Mapping[str, Any], case: Case) -> str:
+    """The file that showed a smallest form in its release without this project; "not yet" if there is none."""
+    place = (entry["release"] or public(entry["torch"]), public(entry["torch"]))
+    for each in files_of(entry["library"], case):
+        if any(line.endswith(NOT_AS_PROMISED) for line in each.outputs.get(place, ())):
+            return f"[{each.path.stem}](../src/t5bench_ledger/accusations/{each.path.name})"
+    return "not yet"
+
+
+def read_summary() -> list[dict[str, Any]]:
+    """An entry for each library, release and seed."""
+    kept: list[dict[str, Any]] = json.loads(SUMMARY.read_text()) if SUMMARY.exists() else []
+    return kept
 
 
 def merged(kept: Sequence[Mapping[str, Any]], measured: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -154,8 +179,7 @@ def merged(kept: Sequence[Mapping[str, Any]], measured: Sequence[Mapping[str, An
 
 def write(entries: Sequence[Mapping[str, Any]]) -> None:
     """Writes the data and the page, in which other releases and seeds stay. Raises OSError."""
-    kept = json.loads(SUMMARY.read_text()) if SUMMARY.exists() else []
-    every = merged(kept, entries)
+    every = merged(read_summary(), entries)
     lines = ",\n".join(json.dumps(entry) for entry in every)
     write_whole(SUMMARY, f"[\n{lines}\n]\n")
     write_whole(PAGE, markdown(every))
