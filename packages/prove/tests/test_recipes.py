@@ -125,17 +125,6 @@ def test_an_optimizer_that_has_other_parameters():
     assert findings == ["no gradient of any parameter reaches the optimizer"]
 
 
-def test_a_parameter_that_the_step_puts_back():
-    def step(model: Any, optimizer: Any, batches: list[Tensor]) -> None:
-        before = model.module.norm.weight.detach().clone()
-        recipes.nanogpt_step(model, optimizer, batches)
-        with torch.no_grad():
-            model.module.norm.weight.copy_(before)
-
-    findings = found("nanoGPT: DDP, reduced with the last micro-batch", step=step)
-    assert findings == ["norm.weight: the optimizer has its gradient, and the step leaves all or some of it as it was"]
-
-
 def test_groups_of_a_mesh_are_named():
     axes = MeshAxes(0, {"data": 2, "context": 2, "tensor": 2}, frozenset({"data"}))
     assert axes.name((0, 1)) == "tensor"

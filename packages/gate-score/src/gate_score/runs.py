@@ -38,11 +38,14 @@ def train(kind: type[Trainer], recipe: Recipe, directory: Path) -> None:
 
 
 def distance(directory: Path, other: Path) -> float:
-    """Of the final weights on all ranks, relative to the other's: 0 where every bit is equal."""
+    """Of the final weights on all ranks, relative to the other's: 0 where every bit is equal, infinite where ranks have
+    other parts."""
     squares, whole = 0.0, 0.0
     for path in sorted(other.glob(f"{WEIGHTS}*.pt")):
         mine, its = (torch.load(place / path.name, weights_only=True) for place in (directory, other))
         for name, weight in its.items():
+            if mine[name].shape != weight.shape:
+                return float("inf")
             squares += float((mine[name].double() - weight.double()).square().sum())
             whole += float(weight.double().square().sum())
     return (squares / whole) ** 0.5
