@@ -52,6 +52,8 @@ on a CPU (fp32, no dropout, {LENGTH} tokens a sample); `export` gave the last on
 `tests/tools/convert/import_then_train.py` does all of it.
 Differences are relative, the largest of all iterations, from DDP's; those of logits relative to the largest one.
 `from_pretrained` missed no key of any export and found none that it does not know.
+The peak learning rate, 0.001, magnifies rounding from iteration to iteration in deep models: in the 135M's shape with
+hidden size 144, gradient norms under TP 3 differ by 3e-7, 5e-7, 3e-6 and 9e-6, and with 0.0001 by at most 4e-7.
 """
 TABLE = """
 ## {model}
