@@ -125,6 +125,25 @@ def test_an_optimizer_that_has_other_parameters():
     assert findings == ["no gradient of any parameter reaches the optimizer"]
 
 
+class LeavesTheFirst(torch.optim.SGD):
+    """Has the gradients of all parameters, and updates all but the first."""
+
+    def step(self, closure: Any = None) -> Any:
+        first = self.param_groups[0]["params"][0]
+        gradient = first.grad
+        first.grad = None
+        super().step(closure)
+        first.grad = gradient
+
+
+@pytest.mark.parametrize(
+    "source", ["nanoGPT: DDP, reduced with the last micro-batch", "picotron: tensor and data parallelism by hand"]
+)
+def test_a_step_that_leaves_a_parameter_as_it_was(source: str):
+    (finding,) = found(source, make_optimizer=lambda model: LeavesTheFirst(model.parameters(), 0.1))
+    assert "the optimizer has its gradient, and the step leaves all or some of it as it was" in finding
+
+
 def test_groups_of_a_mesh_are_named():
     axes = MeshAxes(0, {"data": 2, "context": 2, "tensor": 2}, frozenset({"data"}))
     assert axes.name((0, 1)) == "tensor"

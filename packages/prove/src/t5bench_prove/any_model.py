@@ -352,7 +352,8 @@ class Follower:
     def judge_update(self, name: str, parameter: nn.Parameter) -> None:
         """Whether the step has written values of which gradients are a part into all of it."""
         pieces = self.origins.memory.read(parameter)
-        if name in self.times and not self.has_own_part and not all(one.origin.gradients for one in pieces):
+        is_written = bool(pieces) and all(one.origin.gradients for one in pieces)
+        if name in self.times and not self.has_own_part and not is_written:
             self.found(f"{name}: the optimizer has its gradient, and the step leaves all or some of it as it was")
 
     def judge_factors(self) -> None:
