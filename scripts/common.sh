@@ -14,8 +14,10 @@ fi
 [[ -e /dev/fd/2 ]] || exec 2>/dev/null
 umask u+rwx
 unset PYTHONINSPECT # which lets every Python go on with what somebody types
-# A command that was waited for may have taken the signal for its own, and bash would go on.
-trap 'exit 130' INT
+# A command that was waited for may have taken the signal for its own, and bash would go on. A loop of yours around this
+# script ends with it only if the signal ended it.
+end_by_interrupt() { trap - INT && kill -s INT $$; }
+trap end_by_interrupt INT
 
 # The environment may export functions (cd), options (SHELLOPTS) and CDPATH to every bash; with -p, bash takes none of them.
 [[ -o privileged ]] || exec bash "-p${-//[!vx]/}" -- "$0" "$@"
@@ -164,8 +166,8 @@ attend() {
     done
   } 2>/dev/null # where bash says how each ended
   trap - HUP QUIT USR1 USR2 TERM
-  trap 'exit 130' INT
-  [[ -z $received ]] || exit $((128 + $(kill -l "$received")))
+  trap end_by_interrupt INT
+  [[ -z $received ]] || { trap - "$received" && kill -s "$received" $$ && exit $((128 + $(kill -l "$received"))); }
   return "$status"
 }
 

@@ -21,6 +21,10 @@ def find_own_rank(draft: Draft) -> None:
     """Completes the draft with this node's rank, inferred if it was not given, and checks the nodes."""
     hosts = draft.hosts
     master = hosts.master
+    if master.name.isdecimal() and master.name not in hosts.names:
+        found = f"the first argument must be the master's host name, found '{master.name}'"
+        draft.refuse("master-is-a-number", found, f"{_usage(draft)}; is the variable with the host name set?")
+        return
     try:
         check_list(hosts.names)
         checked(master.name or "none")
@@ -54,6 +58,14 @@ def _doubts(draft: Draft) -> Iterator[str]:
         yield f"HOSTS names {named} of the {nodes} nodes: the others are not checked against their rank."
 
 
+def _launcher(draft: Draft) -> str:
+    return f"bash scripts/run_megatron_t5_{draft.strategy.name}.sh"
+
+
+def _usage(draft: Draft) -> str:
+    return f"Usage: {_launcher(draft)} [master-host] [node-rank]"
+
+
 def _mistakes(draft: Draft) -> Iterator[Fault]:
     """What is wrong with the nodes as requested; later faults are often consequences of the first."""
     hosts = draft.hosts
@@ -61,15 +73,9 @@ def _mistakes(draft: Draft) -> Iterator[Fault]:
     rank = draft.node
     nodes = draft.number("NNODES")
     task = draft.environ.get("SLURM_LOCALID", "0")
-    launcher = f"bash scripts/run_megatron_t5_{draft.strategy.name}.sh"
-    usage = f"Usage: {launcher} [master-host] [node-rank]"
     if not master.name:
         remedy = 'Name it as the first argument, or export HOSTS="node0 node1 ..." in rank order'
         yield "no-master", f"NNODES is {nodes} but no master host is known", remedy
-    if master.name.isdecimal():
-        remedy = f"{usage}; is the variable with the host name set?"
-        found = f"the first argument must be the master's host name, found '{master.name}'"
-        yield "master-is-a-number", found, remedy
     if task != "0" and rank == draft.environ.get("SLURM_NODEID"):
         remedy = "One launcher starts all processes of its node: use srun --ntasks-per-node=1"
         yield "tasks-per-node", f"srun started more than one launcher on this node (SLURM_LOCALID={task})", remedy
@@ -87,9 +93,10 @@ def _mistakes(draft: Draft) -> Iterator[Fault]:
         found = (
             f"Unable to infer NODE_RANK: this host is {socket.gethostname()}, and HOSTS is '{' '.join(hosts.names)}'"
         )
-        yield "no-node-rank", found, f"Pass it explicitly: {launcher} {master.name} 0 on node 0, ... 1 on node 1"
+        remedy = f"Pass it explicitly: {_launcher(draft)} {master.name} 0 on node 0, ... 1 on node 1"
+        yield "no-node-rank", found, remedy
     if not re.fullmatch("0|[1-9][0-9]{0,8}", rank):
-        yield "node-rank", f"the node rank must be a whole number, found '{rank}'", usage
+        yield "node-rank", f"the node rank must be a whole number, found '{rank}'", _usage(draft)
     if int(rank) >= nodes:
         remedy = f"Ranks run from 0 to {nodes - 1}; NNODES or HOSTS set the number of nodes"
         yield "node-rank", f"the node rank is {rank} but there are {nodes} nodes", remedy

@@ -131,7 +131,7 @@ def test_a_signal_during_the_planning_is_not_lost(project: Project):
     launcher = start(project, STUB_SLEEP="300", stderr=subprocess.PIPE)
     wait_for(lambda: any(child.name().startswith("python") for child in children_of(launcher)))
     launcher.send_signal(signal.SIGINT)
-    assert launcher.wait(40) == 130 and not project.was_started()
+    assert launcher.wait(40) == -signal.SIGINT and not project.was_started()
 
 
 def children_of(process: subprocess.Popen) -> list[psutil.Process]:
@@ -171,7 +171,8 @@ def test_a_signal_to_a_script_alone_ends_what_it_started(tmp_path: Path, name: s
     wait_for((tmp_path / "started").exists)
     script.send_signal(number)
     said, _ = script.communicate(timeout=20)
-    assert (script.returncode, said) == (128 + number, b"")
+    ends = {-number} if name != "QUIT" else {-number, 128 + number}  # which bash may ignore
+    assert script.returncode in ends and said == b""
     wait_for(lambda: not processes_with(f"ATTENDED={tmp_path}"), 10)
 
 
