@@ -48,6 +48,8 @@ RIGHT = {
     "zero3": job_of(Parallel(data=4), zero=Zero(3)),
     "hsdp with slices": job_of(Parallel(2, 1, 4, shards=2), fully_sharded=FullySharded()),
     "gpt": job_of(Parallel(2, 2, 1), GPT),
+    "gpt's replicas": job_of(Parallel(data=8), GPT),
+    "fsdp2 on as many ranks as there are words": job_of(Parallel(data=1024), fully_sharded=FullySharded()),
     "zero-bubble": job_of(Parallel(1, 2, 2, schedule="zero-bubble")),
 }
 

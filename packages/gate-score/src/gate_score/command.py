@@ -25,6 +25,8 @@ def run(arguments: argparse.Namespace) -> int:
     from gate_score.score import measure
 
     leave_out_future_warnings()
+    if arguments.page:
+        arguments.page.mkdir(parents=True, exist_ok=True)  # before what takes long
     result = measure(arguments.directory, arguments.only, not arguments.no_honest)
     (arguments.directory / "score.json").write_text(json.dumps(result.to_json(), indent=1))
     print(table(result))

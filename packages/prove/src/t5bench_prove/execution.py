@@ -205,10 +205,12 @@ def native_arguments(job: Job, rank: int) -> Namespace:
     """What the native engine's trainers read of its command line."""
     a = job.architecture
     parallel = job.parallel
+    has_encoder = a.family == "t5"
     return Namespace(
         model_description=a.description() if a.kind else None, sequence_parallel=parallel.sequence_parallel,
         family=a.family, recompute_granularity=None, num_layers=a.encoder_layers or a.decoder_layers,
-        encoder_num_layers=a.encoder_layers, decoder_num_layers=a.decoder_layers, hidden_size=a.hidden,
+        encoder_num_layers=a.encoder_layers, decoder_num_layers=a.decoder_layers if has_encoder else 0,
+        hidden_size=a.hidden,
         num_attention_heads=a.heads, kv_channels=a.head_size, ffn_hidden_size=a.ffn,
         encoder_seq_length=a.encoder_length, decoder_seq_length=a.decoder_length, seq_length=a.decoder_length,
         max_position_embeddings=a.position_rows, padded_vocab_size=a.padded_vocabulary, pad_token=0,

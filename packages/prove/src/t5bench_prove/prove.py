@@ -120,9 +120,15 @@ def on_ranks(job: Job, ranks: int) -> Job | None:
     data = ranks // replica
     if job.parallel.shards and data % job.parallel.shards:
         return None
-    if job.fully_sharded:  # every tensor has a row for each rank: the cost model leaves out the root's empty ones
-        rows = max(64, data)
-        sizes = {"hidden": rows, "head_size": rows // 8, "ffn": 2 * rows, "position_rows": rows}
+    if job.fully_sharded:  # every tensor has two rows for each rank: the cost model leaves out the root's empty ones,
+        rows = max(64, 2 * data)  # and what has one element is taken for a number that is computed from gradients
+        sizes = {
+            "hidden": rows,
+            "head_size": rows // 8,
+            "ffn": 2 * rows,
+            "position_rows": rows,
+            "padded_vocabulary": max(VOCABULARY, rows),
+        }
         job = replace(job, architecture=replace(job.architecture, **sizes))
     batch = data * max(2, job.parallel.pipeline)
     return replace(job.on(data=data, devices_per_node=min(8, ranks)), global_batch=batch)
