@@ -3,7 +3,7 @@
     python tests/tools/nodes/measure_choices.py DIRECTORY [CHOICE...]
 
 Run it as root on a machine that does nothing else; it takes some ten minutes a choice. It leaves the runs in DIRECTORY,
-continues where it stopped, and writes what DIRECTORY holds into lab_choices.json of
+continues where it stopped, and writes what DIRECTORY holds into lab_choices.json and lab_model_choices.json of
 packages/costmodel-evidence. GPT-2's tokenizer comes from the engine's checkout, MEGATRON_DIR. The hosts are
 network namespaces that share this machine's cores.
 """
