@@ -79,6 +79,8 @@ def test_a_file_stands_alone_and_says_what_it_must(accusation):
     assert len([line for line in code.splitlines() if line.strip()]) <= MOST_LINES
     for field in ("Promised", "Not by design", "Today"):
         assert f"\n{field}: " in text
+    if any(accusation.pairs):
+        assert accusation.reported.endswith(".")
     imported = {
         (node.module or "").split(".")[0] if isinstance(node, ast.ImportFrom) else node.names[0].name.split(".")[0]
         for node in ast.walk(ast.parse(text))

@@ -85,6 +85,9 @@ CHANGES = (
         (7839,), "gradients are divided by 65536 and not zeroed", (STAGE_0,), first_right="0.18.6", precision="bf16",
     ),
     Change(
+        (8393,), "gradients are divided by a scale by which the loss was not multiplied", (STAGE_0,), precision="fp16",
+    ),
+    Change(
         (7967, 7981), "the gradients of later micro-batches are dropped", ("zero1", "zero2"), first_right="0.19.0",
         offload=True, several_micro_batches=True,
     ),

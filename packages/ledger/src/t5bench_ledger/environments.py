@@ -92,14 +92,18 @@ def base_python(torch: str | None) -> Path:
     return python
 
 
+def folder_of(release: str, torch: str | None, library: str) -> Path:
+    """Where a release is, once it is installed."""
+    return ENVIRONMENTS / f"{library}{release}-python{sys.version_info[0]}.{sys.version_info[1]}-torch{torch or 'own'}"
+
+
 def release_folder(release: str, python: Path, torch: str | None, library: str = "deepspeed") -> Path:
     """The folder that holds this release, installed if it is not there."""
-    name = f"{library}{release}-python{sys.version_info[0]}.{sys.version_info[1]}-torch{torch or 'own'}"
-    folder = ENVIRONMENTS / name
+    folder = folder_of(release, torch, library)
     if folder.exists():
         return folder
     note(f"installing {library} {release} in {folder}")
-    partial = folder.with_name(f"{name}.{os.getpid()}.partial")
+    partial = folder.with_name(f"{folder.name}.{os.getpid()}.partial")
     install = ("pip", "install", "--quiet", "--python", python, "--target", partial)
     run_uv(*install, *INSTALLATION[library], f"{library}=={release}")
     try:

@@ -467,14 +467,23 @@ class EnvironmentColumn:
             return release or "torch"
         return f"{release} torch {self.torch}".strip()
 
+    @property
+    def needed(self) -> dict[str, str]:
+        """By library the releases that it needs before the packages of its Python."""
+        return {self.library: self.release} | BESIDE[self.library] if self.release else {}
+
     def folders(self, python: Path) -> list[Path]:
-        """What the release needs before the packages of this Python."""
-        if not self.release:
-            return []
-        needed = {self.library: self.release} | BESIDE[self.library]
+        """Where these are; they are installed first."""
         return [
-            environments.release_folder(release, python, self.torch, library) for library, release in needed.items()
+            environments.release_folder(release, python, self.torch, library)
+            for library, release in self.needed.items()
         ]
+
+    @property
+    def is_installed(self) -> bool:
+        """Whether uv has nothing to do."""
+        found = [environments.folder_of(release, self.torch, library) for library, release in self.needed.items()]
+        return not self.torch and all(folder.exists() for folder in found)
 
 
 def columns(args: argparse.Namespace) -> list[EnvironmentColumn]:
@@ -675,6 +684,9 @@ def run(args: argparse.Namespace) -> int:
     if args.costs:
         return count_costs(args)
     wanted = columns(args)
+    # That there is no uv is said before the first cell, not at each release.
+    if not all(column.is_installed for column in wanted):
+        environments.uv_command()
     output = (args.output or REPOSITORY / "outputs" / "ledger").resolve()
     data = prepare_data(output / "data")
     ledger = Ledger(read_plans(output, data), output, args.limit)

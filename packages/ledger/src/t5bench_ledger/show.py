@@ -23,7 +23,7 @@ FOLDER = Path(__file__).with_name("accusations")
 VERSIONS = re.compile(r"(?:transformers|deepspeed|torch) (\S+)(?: .*torch (\S+))?$")
 AS_PROMISED = "as promised"
 NOT_AS_PROMISED = f"NOT {AS_PROMISED}"
-FIELD = re.compile(r"^(Library|Strategies|Modes|Pairs): ((?:.|\n  )+)$", re.MULTILINE)
+FIELD = re.compile(r"^(Library|Strategies|Modes|Pairs|Reported): ((?:.|\n  )+)$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,8 @@ class Accusation:
     modes: frozenset[str]
     pairs: frozenset[str]
     """The smallest forms of pairs of settings that it shows, in words."""
+    reported: str = ""
+    """Where others report it; of a file of pairs, whose fault no change upstream explains."""
 
     @property
     def printed(self) -> str:
@@ -90,7 +92,8 @@ def accusations() -> Sequence[Accusation]:
         strategies = frozenset(fields.get("Strategies", "").split(", "))
         modes = frozenset(fields.get("Modes", "").split(", "))
         pairs = frozenset(fields.get("Pairs", "").split("; "))
-        made.append(Accusation(path, fields["Library"], strategies, modes, pairs))
+        reported = fields.get("Reported", "")
+        made.append(Accusation(path, fields["Library"], strategies, modes, pairs, reported))
     return made
 
 

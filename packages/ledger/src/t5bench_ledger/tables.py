@@ -2,6 +2,7 @@
 
 import html
 import json
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -39,6 +40,8 @@ FORMAT = 1
 CELLS = DATA / "cells.json"
 PAGES = Path(__file__).resolve().parents[2] / "pages"
 Cell = dict[str, Any]
+# Of an address in an error, as in "Read error [127.0.0.1]:53433".
+_PORT = re.compile(r"(?<=\]):\d+")
 MODE = {mode.name: mode for mode in MODES}
 INTRODUCTION = """# Which release trains which strategy correctly
 
@@ -108,10 +111,15 @@ def off_by(cell: Cell) -> float | None:
     return float(f"{cell['times'] * bound:.2g}")
 
 
+def error(cell: Cell) -> str:
+    """The sentence of a cell, without the ports that differ by the run."""
+    return _PORT.sub("", cell["sentence"])
+
+
 def sentence(cell: Cell) -> str:
     """What is known of a cell that is not right."""
     if cell["verdict"] not in (WRONG, *NOTED):
-        return cell["sentence"]
+        return error(cell)
     return f"from iteration {cell['iteration']} on the {cell['quantity']} is {size_in_words(off_by(cell))}"
 
 
@@ -253,7 +261,7 @@ def release_faults(section: Section) -> list[ReleaseFault]:
             iteration=first["iteration"],
             quantity=first["quantity"],
             off_by=off_by(first),
-            sentence=first["sentence"].partition(". ")[0],
+            sentence=error(first).partition(". ")[0],
             where=fault.located,
             upstream=[name for change in fault.changes for name in change.names],
             mended_in=mended_in(fault, section.cells),

@@ -5,6 +5,7 @@ Pairs: ddp, static_graph=True
 Promised: no_sync(): "Within this context, gradients will be accumulated on module variables, which will later be
 synchronized in the first forward-backward pass exiting the context."
 Not by design: the message asks to "please report a bug to PyTorch".
+Reported: pytorch#143580 and accelerate#3679; pytorch#187732, which is open, mends it.
 Today: leave no_sync() out of the first step.
 """
 

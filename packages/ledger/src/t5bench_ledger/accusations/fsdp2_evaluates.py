@@ -5,6 +5,7 @@ Pairs: fsdp2, evaluates=between micro-batches
 Promised: fully_shard() keeps the root's "unsharded parameters in memory after forward and avoids the all-gather in
 backward": nothing about clipping, or about a step that the next forward does not see.
 Not by design: open. Training goes on without an error.
+Reported: not found in the threads of pytorch that were searched.
 Today: call the root's reshard() after such an evaluation.
 """
 

@@ -7,6 +7,7 @@ Pairs: zero0, precision=fp16; zero0, precision=fp16 with a fixed scale
 Promised: fp16's loss_scale is the "loss scaling value": the loss is multiplied by it, gradients are divided by it.
 Not by design: with ZeRO-1 the update is right. engine.backward() scales the loss for ZeRO's optimizers alone;
 FP16_UnfusedOptimizer.step() divides by the scale whatever the stage.
+Reported: deepspeed#8393, which is open, mends it.
 Today: take stage 1 in fp16, or an optimizer like Adam, which hides a constant factor until eps matters.
 """
 

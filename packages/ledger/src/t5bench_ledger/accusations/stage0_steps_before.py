@@ -7,6 +7,7 @@ Pairs: zero0, precision=bf16
 Promised: the optimizer that initialize() is given is "wrapped"; a step is one gradient_accumulation_steps.
 Not by design: FP16_UnfusedOptimizer.initialize_optimizer_states makes the states by step() on gradients of zero. AdamW
 then corrects its first moments as those of a second step, and its weights have decayed once.
+Reported: deepspeed#5104, which is open, removes the step from every stage.
 Today: take stage 1 in bf16, or an optimizer without a count of steps.
 """
 

@@ -5,6 +5,7 @@ Pairs: zero2, offload_optimizer=True, unused=in the last micro-batch
 Promised: gradient_accumulation_steps is the "number of training steps to accumulate gradients before averaging and
 applying them"; ignore_unused_parameters is true by default.
 Not by design: without offload_optimizer the same training is right.
+Reported: not found in the threads of deepspeed that were searched; #861 and #7981 mend what is near it.
 Today: do not offload, or use every parameter in the last micro-batch, by a factor of zero if need be.
 """
 

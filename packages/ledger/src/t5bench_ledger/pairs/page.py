@@ -44,8 +44,8 @@ The pairs so far were tried on two cores that other work shared; a quiet machine
 *Refused*: an error with words before or while it trains.
 *Crashes*: an error by which no library refuses on purpose, such as an AttributeError.
 A finding is reduced by hypothesis: a setting, a micro-batch or an iteration is left out as long as the verdict stays.
-Where a file of plain PyTorch and the library shows it in that release, the last column names it; the others are places
-to look at.
+Where a file of plain PyTorch and the library shows it in that release, the table names it; the others are places to
+look at.
 """
 
 
@@ -136,7 +136,10 @@ def findings_table(of: Mapping[str, Any]) -> str:
         numbers = ", ".join(map(str, entry["numbers"]))
         said = entry["said"][:LONGEST_SENTENCE].replace("|", "\\|")
         words = case.words.replace("|", "\\|")
-        rows.append([words, sizes, entry["verdict"], said, str(entry["pairs"]), numbers, shown(of, case)])
+        file = file_that_shows(of, case)
+        link = f"[{file.path.stem}](../src/t5bench_ledger/accusations/{file.path.name})" if file else "not yet"
+        reported = file.reported if file else ""
+        rows.append([words, sizes, entry["verdict"], said, str(entry["pairs"]), numbers, link, reported])
     header = [
         "Smallest form",
         "Iterations x micro-batches",
@@ -145,6 +148,7 @@ def findings_table(of: Mapping[str, Any]) -> str:
         "Pairs",
         "Numbers",
         "Shown alone",
+        "Reported",
     ]
     return tables.table(header, rows)
 
@@ -154,13 +158,13 @@ def files_of(library: str, case: Case) -> list[Accusation]:
     return [each for each in accusations() if each.library == library and case.words in each.pairs]
 
 
-def shown(entry: Mapping[str, Any], case: Case) -> str:
-    """The file that showed a smallest form in its release without this project; "not yet" if there is none."""
+def file_that_shows(entry: Mapping[str, Any], case: Case) -> Accusation | None:
+    """The file that showed a smallest form in its release without this project."""
     place = (entry["release"] or public(entry["torch"]), public(entry["torch"]))
     for each in files_of(entry["library"], case):
         if any(line.endswith(NOT_AS_PROMISED) for line in each.outputs.get(place, ())):
-            return f"[{each.path.stem}](../src/t5bench_ledger/accusations/{each.path.name})"
-    return "not yet"
+            return each
+    return None
 
 
 def read_summary() -> list[dict[str, Any]]:
