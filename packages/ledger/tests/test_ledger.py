@@ -23,7 +23,7 @@ from t5bench import Problem
 from t5bench.__main__ import main
 from t5bench.plan.releases import ask_ledger
 from t5bench.record.ledger import UNKNOWN, VERDICTS, LedgerAnswer, look_up
-from t5bench_ledger import answer, changes, command, costs, gate, measure, tables, verdicts
+from t5bench_ledger import answer, changes, command, costs, gate, measure, pictures, tables, verdicts
 from t5bench_ledger.answer import NoAnswer
 from t5bench_ledger.changes import CHANGES, is_withdrawn, standing
 from t5bench_ledger.costs import Cost
@@ -171,8 +171,27 @@ def test_launchers_and_the_picture_leave_out_options_that_no_launcher_sets(tmp_p
     told = asked(cells, "deepspeed", "0.18.2", "zero3", tmp_path / "list", precision="fp32", micro_batches=8)
     assert told.verdict == RIGHT
     picture = (tmp_path / "ledger.svg").read_text()
-    assert "0.18.2: 1 of 1 modes right" in picture and tables.COLOURS[WRONG] not in picture
-    assert "<title>0.18.3: not tried</title>" in picture and tables.NOT_TRIED in picture
+    assert "0.18.2: 1 of 1 modes right" in picture and pictures.COLOURS[WRONG] not in picture
+    assert "<title>0.18.3: not tried</title>" in picture and pictures.NOT_TRIED in picture
+
+
+@pytest.mark.usefixtures("all_is_shown")
+def test_a_picture_shows_each_way_in_which_the_trainer_was_tried(tmp_path):
+    """What stands on no file of plain PyTorch is not shown, like what was not tried."""
+    fields = {"iteration": 1, "quantity": "gradient norm", "times": 9.0, "beside": "accelerate 1.15.0"}
+    wrong = cell("5.2.0", WRONG, "trainer", "equal targets", **fields)
+    share = cell("5.2.0", BY_ITS_SHARE, "trainer", "last window", **fields)
+    failed = cell("5.3.0", DOES_NOT_RUN, "trainer", "bart", sentence="an error", beside="accelerate 1.15.0")
+    tables.write_pages(tmp_path, [wrong, share, failed])
+    picture = (tmp_path / "trainer.svg").read_text()
+    for verdict, title in (
+        (WRONG, "equal targets in 5.2.0: wrong"),
+        (RIGHT, f"last window in 5.2.0: {BY_ITS_SHARE}"),
+        (DOES_NOT_RUN, "bart in 5.3.0: does not run"),
+    ):
+        assert f'fill="{pictures.COLOURS[verdict]}"><title>{title}</title>' in picture
+    assert f'fill="{pictures.NOT_TRIED}"><title>equal targets in 5.3.0: not tried</title>' in picture
+    assert not (tmp_path / "ledger.svg").exists()
 
 
 @pytest.mark.usefixtures("all_is_shown")

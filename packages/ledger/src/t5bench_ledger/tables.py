@@ -1,6 +1,5 @@
-"""The ledger's cells, as a page and as a picture."""
+"""The ledger's cells, as a page."""
 
-import html
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,18 +13,18 @@ from packaging.version import Version
 from t5bench import Problem
 from t5bench.printed_table import text_table
 from t5bench.record.files import write_whole
+from t5bench_ledger import pictures
 from t5bench_ledger.changes import CHANGES, WITHDRAWN, Change, is_withdrawn, lacks_file, standing
 from t5bench_ledger.judge import DOES_NOT_RUN, HANGS, NOTED, RIGHT, WRONG
 from t5bench_ledger.modes import (
-    DEEPSPEED_STRATEGIES,
     ITERATIONS,
     LIBRARY,
     MODES,
     NAMES,
-    OF_NO_LAUNCHER,
     PIPELINE_PROCESSES,
     PROCESSES,
     STRATEGIES,
+    TRAINER,
     TRAINERS,
     Mode,
     library_of,
@@ -52,6 +51,8 @@ What is on no list was not tried, and nothing is said of it.
 The launchers refuse a run whose strategy was wrong in the installed release, in a mode in which they train.
 
 ![Which release of DeepSpeed trains which strategy correctly](ledger.svg)
+
+![In which releases of transformers the Trainer is right](trainer.svg)
 """
 
 WHOLE = f"""## How it is measured
@@ -381,76 +382,18 @@ def markdown(measured: Sequence[Cell]) -> str:
     return "\n".join([*parts, WHOLE])
 
 
-TITLE = "Which release of DeepSpeed trains which strategy correctly"
-COLOURS = {RIGHT: "#2e9f5b", WRONG: "#c8382f", DOES_NOT_RUN: "#e0a100", HANGS: "#e0a100"}
-NOT_TRIED = "#e8e8e8"
-# pixels
-LABEL_WIDTH = 200
-COLUMN = 20
-ROW = 30
-HEAD = 56
-
-
-def worst(cells: Sequence[Cell]) -> str:
-    """The verdict on a strategy in a release: that of its worst mode; "" if none was measured."""
-    verdicts = {cell["verdict"] for cell in cells}
-    return next((verdict for verdict in (WRONG, HANGS, DOES_NOT_RUN, RIGHT) if verdict in verdicts), "")
-
-
-def picture(cells: Sequence[Cell]) -> str:
-    """An SVG: a square for each strategy and published release of DeepSpeed, with the number of the launchers' modes
-    that are not right, under the newest torch that was measured; a release that was not tried is grey."""
-    torch, newest = max(groups(cells), key=lambda group: Version(group[0]))
-    tried = releases_of(newest)
-    releases = [*published()["deepspeed"], *(name for name in tried if name not in published()["deepspeed"])]
-    in_launchers = {mode.name for mode in MODES if mode.is_of_launchers}
-    met = [cell for cell in newest if cell["mode"] in in_launchers and cell["strategy"] not in OF_NO_LAUNCHER]
-    strategies = [strategy for strategy in DEEPSPEED_STRATEGIES if any(cell["strategy"] == strategy for cell in met)]
-    width = LABEL_WIDTH + COLUMN * len(releases)
-    height = HEAD + ROW * (len(strategies) + 2)
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}"',
-        ' font-family="system-ui, sans-serif" font-size="12" role="img">',
-        f"<title>{TITLE}</title>",
-        f'<rect width="{width}" height="{height}" fill="white"/>',
-    ]
-    for column, release in enumerate(releases):
-        x = LABEL_WIDTH + COLUMN * column + COLUMN / 2 + 4
-        colour = "black" if release in tried else "#999"
-        place = f'transform="translate({x:g} {HEAD - 4}) rotate(-90)"'
-        parts.append(f'<text {place} fill="{colour}">{release}</text>')
-    for row, strategy in enumerate(strategies):
-        y = HEAD + ROW * row
-        parts.append(f'<text x="4" y="{y + 20}">{html.escape(NAMES[strategy])}</text>')
-        for column, release in enumerate(releases):
-            own = [cell for cell in met if cell["strategy"] == strategy and cell["release"] == release]
-            faulty = sum(cell["verdict"] != RIGHT for cell in own)
-            x = LABEL_WIDTH + COLUMN * column
-            colour = COLOURS.get(worst(own), NOT_TRIED)
-            title = f"{release}: {len(own) - faulty} of {len(own)} modes right" if own else f"{release}: not tried"
-            parts.append(
-                f'<rect x="{x + 1}" y="{y + 2}" width="{COLUMN - 2}" height="{ROW - 4}" rx="3" fill="{colour}">'
-                f"<title>{title}</title></rect>"
-            )
-            if faulty:
-                middle = x + COLUMN / 2
-                parts.append(f'<text x="{middle:g}" y="{y + 20}" text-anchor="middle" fill="white">{faulty}</text>')
-    kinds = (
-        "Green: every mode that the launchers use is right. Red, yellow: so many train another model, or do not run."
-    )
-    y = HEAD + ROW * len(strategies) + 20
-    parts.append(f'<text x="4" y="{y}" fill="#555">{kinds} Grey: not tried.</text>')
-    parts.append(f'<text x="4" y="{y + 20}" fill="#555">Native engine on a CPU, torch {html.escape(torch)}.</text>')
-    return "".join([*parts, "</svg>\n"])
-
-
 def write_pages(directory: Path, cells: Sequence[Cell]) -> None:
-    """Writes ledger.md, and ledger.svg if DeepSpeed was measured. Raises OSError."""
+    """Writes ledger.md, and a picture if DeepSpeed or transformers was measured. Raises OSError."""
     directory.mkdir(parents=True, exist_ok=True)
     ordered = in_order(cells)
     write_whole(directory / "ledger.md", markdown(ordered))
-    if groups(ordered):
-        write_whole(directory / "ledger.svg", picture(standing(ordered)))
+    stands = standing(ordered)
+    if groups(stands):
+        _, newest = max(groups(stands), key=lambda group: Version(group[0]))
+        write_whole(directory / "ledger.svg", pictures.strategies_picture(newest))
+    of_trainer = [cell for cell in stands if cell["strategy"] == TRAINER]
+    if of_trainer:
+        write_whole(directory / "trainer.svg", pictures.trainer_picture(of_trainer))
 
 
 def in_order(cells: Sequence[Cell]) -> list[Cell]:
