@@ -2,14 +2,15 @@
 
 import argparse
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
 from t5bench import Interrupted, Problem
-from t5bench_ledger.pairs import measure, page
-from t5bench_ledger.pairs.settings import BASES_OF, SETTINGS, ZERO_STAGES, Case, drawn, possible, settings_of
+from t5bench_ledger.judge import BY_ITS_SHARE
+from t5bench_ledger.pairs import measure, page, reference, settings
+from t5bench_ledger.pairs.settings import BASES_OF, SETTINGS, Case, Setting, drawn, possible, settings_of
 
 
 @pytest.mark.parametrize("library", BASES_OF)
@@ -75,18 +76,82 @@ def test_a_reduction_that_is_interrupted_trains_nothing_more(error: BaseExceptio
 
 
 @pytest.mark.parametrize(
-    ("error", "verdict"),
+    ("statement", "error", "is_refusal"),
     [
-        ("ValueError: ZeRO-3 has no such option", "refused"),
-        ("AssertionError: no_sync is not for ZeRO-2", "refused"),
-        ("AssertionError", "crashes"),
-        ("AttributeError: 'NoneType' object has no attribute 'grad'", "crashes"),
-        ("KeyError: 6", "crashes"),
-        ('RuntimeError: expect_autograd_hooks_ INTERNAL ASSERT FAILED at "reducer.cpp"', "crashes"),
+        ("raise ValueError(", "ValueError: ZeRO-3 has no such option", True),
+        ("assert not is_sharded, f'{name} is not for ZeRO-2'", "AssertionError: no_sync is not for ZeRO-2", True),
+        ("assert is_sharded", "AssertionError", False),
+        ("assert param.is_ready, param.summary()", "AssertionError: {'id': 0, 'status': 'NOT_AVAILABLE'}", False),
+        ("raise AttributeError(name)", "AttributeError: 'NoneType' object has no attribute 'grad'", False),
+        ("value = found[6]", "KeyError: 6", False),
+        ("work.wait()", "RuntimeError: Output 0 of Split is a view and is being modified inplace.", False),
+        ("_engine_run_backward(", "RuntimeError: expect_autograd_hooks_ INTERNAL ASSERT FAILED at x", False),
+        ("self.reducer.prepare()", "RuntimeError: Expected to have finished reduction in the prior iteration", True),
     ],
 )
-def test_a_crash_is_no_refusal(error: str, verdict: str):
-    assert (measure.CRASHES if measure._CRASH.match(error) else measure.REFUSED) == verdict
+def test_a_refusal_is_raised_on_purpose(statement: str, error: str, is_refusal: bool):
+    traceback = (
+        f'  File "train.py", line 1, in main\n    assert train()\n  File "a.py", line 2, in b\n    {statement}\n'
+    )
+    printed = ["it trains\n", f"Traceback (most recent call last):\n{traceback}{error}\n"]
+    assert measure.is_refusal(error, printed) == is_refusal
+
+
+@pytest.mark.parametrize("library", BASES_OF)
+def test_the_code_of_a_pair_is_that_of_its_library(library: str, monkeypatch: pytest.MonkeyPatch):
+    before = measure.code_digest(library)
+    measure.code_digest.cache_clear()
+    assert measure.code_digest(library) == before
+    added = Setting("a new one", BASES_OF[library][:1], (1,))
+    monkeypatch.setattr(settings, "SETTINGS", (*SETTINGS, added))
+    measure.code_digest.cache_clear()
+    others = [each for each in BASES_OF if each != library]
+    changed = {each: measure.code_digest(each) for each in BASES_OF}
+    monkeypatch.undo()
+    measure.code_digest.cache_clear()
+    assert changed[library] != before
+    assert all(changed[each] == measure.code_digest(each) for each in others)
+
+
+def test_releases_are_named_by_their_library():
+    named = measure.subjects("0.18.6,torch,transformers==5.24.0")
+    assert [subject.name for subject in named] == ["deepspeed 0.18.6", "torch", "transformers 5.24.0"]
+    for unknown in ("numpy==2.0.0", "transformers", "five"):
+        with pytest.raises(Problem, match="pairs are tried of"):
+            measure.subjects(unknown)
+
+
+PLAN = reference.Plan(micro_batches=2, samples=8, at_once=4, drops=False)
+
+
+@pytest.mark.parametrize(
+    ("planned", "taken", "steps", "said"),
+    [
+        (PLAN, [[0, 1, 2, 3, 4, 5, 6, 7]], 1, ""),
+        (PLAN, [[0, 1, 2, 3, 4, 5, 6, 6]], 1, "left out 1 samples, and took one 2 times"),
+        (PLAN, [[0, 1, 2, 3, 4, 5, 6]], 1, "left out 1 samples"),
+        (PLAN, [[0, 1, 2, 3, 4, 5, 6, 7]], 2, "it made 2 steps of 1"),
+        (replace(PLAN, samples=7), [[0, 1, 2, 3, 4, 5, 6, 0]], 1, ""),
+        (replace(PLAN, samples=7), [[0, 1, 2, 0, 4, 5, 6, 0]], 1, "left out 1 samples, and took one 3 times"),
+        (replace(PLAN, samples=7, drops=True), [[0, 1, 2, 6]], 1, ""),
+        (replace(PLAN, samples=7, drops=True), [[0, 1, 2]], 1, "left out 4 samples"),
+    ],
+)
+def test_each_sample_is_taken_once_an_epoch(planned, taken: list[list[int]], steps: int, said: str):
+    if not said:
+        reference.check(planned, taken, steps, 1, ends_whole=True)
+        return
+    with pytest.raises(reference.SamplesError, match=said):
+        reference.check(planned, taken, steps, 1, ends_whole=True)
+
+
+def test_a_plan_divides_the_data_as_the_case_says():
+    whole = reference.plan(Case("trainer", {}), 2, drops=False)
+    assert (whole.samples, whole.steps, whole.epochs) == (32, 4, 1)
+    short = reference.plan(Case("trainer", {"data": "short last window"}), 2, drops=False)
+    assert (short.samples, short.steps, short.epochs) == (12, 2, 2)
+    split = reference.plan(Case("trainer", {"split_batches": True, "data": "short last batch"}), 2, drops=True)
+    assert (split.samples, split.at_once, split.steps) == (7, 2, 2)
 
 
 def made_pair(number: int, verdict: str, smallest: Case | None = None, release: str = "0.19.8") -> dict:
@@ -114,6 +179,7 @@ def test_the_page_counts_every_pair_and_names_each_smallest_form_once(tmp_path: 
     assert [each["release"] for each in kept] == ["0.18.9", "0.19.8"]
     text = (tmp_path / "pairs.md").read_text()
     assert text.count("zero2, tied=True") == 1 and "8, 9" in text
+    assert "| loss of iteration 1 | 1 | 7 |" in text  # the words of the refusal
 
 
 def test_the_published_page_is_that_of_its_data():
@@ -142,19 +208,49 @@ def test_pairs_are_trained_and_the_same_command_continues(tmp_path: Path, capsys
     assert len(trained(tmp_path, 4, "torch")) == 4
 
 
+def fuzzer_of(base: str, output: Path) -> measure.Fuzzer:
+    library = next(each for each, bases in BASES_OF.items() if base in bases)
+    release = {"transformers": "5.24.0", "accelerate": "1.15.0"}.get(library, "")
+    return measure.Fuzzer(measure.Subject(library, release), output, [])
+
+
+PLANTED = {
+    "train.py": ("total += loss.detach()", "total += 1.01 * loss.detach()"),
+    "by_trainer.py": ("own.losses.append(", "own.losses.append(1.01 * "),
+    "by_accelerate.py": ("self.accelerator.backward(loss)", "self.accelerator.backward(1.01 * loss)"),
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("base", [*ZERO_STAGES, "ddp", "fsdp2"])
-def test_what_is_left_at_its_defaults_is_equal_and_a_planted_mistake_is_not(tmp_path: Path, base: str, monkeypatch):
-    subject = measure.Subject("deepspeed" if base in ZERO_STAGES else "torch", "")
-    fuzzer = measure.Fuzzer(subject, tmp_path, [])
+@pytest.mark.parametrize("base", [base for bases in BASES_OF.values() for base in bases])
+def test_what_is_left_at_its_defaults_is_equal_and_a_planted_mistake_is_not(tmp_path: Path, base: str):
+    fuzzer = fuzzer_of(base, tmp_path)
     try:
         assert fuzzer.attempt(Case(base)).verdict == "equal"
-        program = measure.PROGRAM.read_text()
-        planted = program.replace("total += loss.detach()", "total += 1.01 * loss.detach()")
+        program = fuzzer.program.read_text()
+        planted = program.replace(*PLANTED[fuzzer.program.name])
         assert planted != program
-        copy = tmp_path / "planted.py"
-        copy.write_text(planted)
-        monkeypatch.setattr(measure, "PROGRAM", copy)
+        fuzzer.program = tmp_path / "planted.py"
+        fuzzer.program.write_text(planted)
         assert fuzzer.attempt(Case(base)).verdict == "wrong"
+    finally:
+        fuzzer.worker.end()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("case", "verdict"),
+    [
+        (Case("trainer", {"model": "t5"}), "wrong"),
+        (Case("trainer", {"model": "t5", "accepts_loss_kwargs": False}), "equal"),
+        (Case("trainer", {"targets": "unequal", "average_tokens_across_devices": False}), "equal"),
+        (Case("accelerate", {"data": "short last window"}), BY_ITS_SHARE),
+    ],
+    ids=lambda each: each if isinstance(each, str) else each.words,
+)
+def test_the_faults_that_are_known_are_found(tmp_path: Path, case: Case, verdict: str):
+    fuzzer = fuzzer_of(case.base, tmp_path)
+    try:
+        assert fuzzer.attempt(case).verdict == verdict
     finally:
         fuzzer.worker.end()

@@ -65,6 +65,11 @@ def noted(verdict: CellVerdict, otherwise: Mapping[str, tuple[Curves, Curves]], 
 def why(logs: list[str]) -> str:
     """The sentence with which a run failed: an error that no other process caused, if there is one."""
     errors = [match[1].strip() for log in logs for match in _ERROR.finditer(log)]
-    first_cause = [error for error in errors if not _BY_PEER.search(error)]
+    first_cause = [error for error in errors if not is_by_peer(error)]
     chosen = (first_cause or errors or ["it ended without an error message"])[-1]
     return _COLOUR.sub("", chosen)[:300]
+
+
+def is_by_peer(error: str) -> bool:
+    """Whether another process caused it."""
+    return bool(_BY_PEER.search(error))

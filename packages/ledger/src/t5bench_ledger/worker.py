@@ -21,6 +21,10 @@ from t5bench.imports import import_deepspeed, import_transformers, leave_out_com
 from t5bench.text import guard_streams
 
 SECONDS_BETWEEN_LOOKS = 0.05
+TRANSFORMERS_PARTS = (
+    *("Trainer", "LlamaForCausalLM", "T5ForConditionalGeneration", "BartForConditionalGeneration"),
+    *("BertForSequenceClassification", "GPT2LMHeadModel"),
+)
 
 
 def import_torch() -> dict[str, str]:
@@ -61,10 +65,11 @@ def import_trainer(library: str) -> dict[str, str]:
         transformers = import_transformers()
         versions["transformers"] = transformers.__version__
         # It imports a part when that is first asked for.
-        for name in ("Trainer", "LlamaForCausalLM", "T5ForConditionalGeneration"):
+        for name in TRANSFORMERS_PARTS:
             getattr(transformers, name)
-    else:
-        import_deepspeed()
+    # accelerate imports it in every training, whether that uses it or not.
+    import_deepspeed()
+    if library == "accelerate":
         import deepspeed
 
         versions["deepspeed"] = deepspeed.__version__

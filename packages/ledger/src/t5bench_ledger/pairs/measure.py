@@ -13,6 +13,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -21,19 +22,34 @@ from t5bench import REPOSITORY, Problem, note, raise_on_signals
 from t5bench.plan.ports import free_port
 from t5bench_ledger import environments, judge
 from t5bench_ledger.measure import PATIENCE_SECONDS, Worker, logs, printed_curves
+from t5bench_ledger.modes import BESIDE, RELEASES_OF
 from t5bench_ledger.pairs import page
-from t5bench_ledger.pairs.settings import Case, drawn
+from t5bench_ledger.pairs.settings import BASES_OF, Case, drawn, settings_of
 from t5bench_ledger.spans import public
 
-PROGRAM = Path(__file__).with_name("train.py")
-CODE = ("train.py", "settings.py")
+# What trains a library's cases; the files decide what a case trains.
+PROGRAMS = {
+    "deepspeed": ("train.py",),
+    "torch": ("train.py",),
+    "transformers": ("by_trainer.py", "reference.py"),
+    "accelerate": ("by_accelerate.py", "reference.py", "train.py"),
+}
+CASES_IN_DIGEST = 50
 LIMIT_SECONDS = 60.0
 MOST_TRIALS = 60  # of hypothesis, to reduce one case
 EQUAL = "equal"
 REFUSED = "refused"
 CRASHES = "crashes"
-# Errors by which no library refuses anything on purpose. An assertion without words says as little.
-_CRASH = re.compile(r"(Type|Attribute|Key|Index|UnboundLocal|ZeroDivision)Error\b|AssertionError$|.*INTERNAL ASSERT")
+# The error with which a program says that a library took other samples than it promises: reference.py.
+WRONG_SAMPLES = "SamplesError"
+# Errors by which no library refuses anything on purpose. An assertion about its own state says as little.
+_CRASH = re.compile(
+    r"(Type|Attribute|Key|Index|UnboundLocal|ZeroDivision)Error\b"
+    r"|AssertionError(: (\{|fragment start)|$)|.*INTERNAL ASSERT"
+)
+# What PyTorch refuses in C++, where a traceback has no statement.
+_REFUSED_IN_C = re.compile(r"\w+: (Expected to (have finished reduction|mark a variable ready)|Cannot use ReduceOp)")
+_STATEMENT = re.compile(r'^ +File ".*", line .*\n +(.*)', re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -75,23 +91,44 @@ class Pair:
         return self.library, self.release, self.torch, self.seed, self.number, self.code
 
 
-def code_digest() -> str:
-    """Of what decides what a case trains."""
+@cache
+def code_digest(library: str) -> str:
+    """Of what decides what a library's cases train: its programs, its settings, and their draw."""
     found = hashlib.sha256()
-    for name in CODE:
+    for name in PROGRAMS[library]:
         found.update(Path(__file__).with_name(name).read_bytes())
+    settings = [[asdict(setting) for setting in settings_of(base)] for base in BASES_OF[library]]
+    cases = [drawn(0, number, library).to_json() for number in range(CASES_IN_DIGEST)]
+    found.update(json.dumps([settings, cases]).encode())
     return found.hexdigest()[:16]
 
 
-def tried(worker: Worker, case: Case, directory: Path) -> Trial:
+def is_refusal(error: str, printed: Sequence[str]) -> bool:
+    """Whether an error was raised on purpose: by a library's own statement, with words, or by PyTorch's C++.
+
+    error: its last line, as judge.why chose it. printed: the logs that have its traceback.
+    """
+    if _CRASH.match(error):
+        return False
+    if _REFUSED_IN_C.match(error):
+        return True
+    for log in printed:
+        before, found, _ = log.partition(error)
+        statements = _STATEMENT.findall(before)
+        if found and statements:
+            return statements[-1].startswith(("raise ", "assert "))
+    return False
+
+
+def tried(worker: Worker, case: Case, directory: Path, program: Path) -> Trial:
     """Trains a case."""
     directory.mkdir(parents=True, exist_ok=True)
     for log in directory.glob("rank*.log"):
         log.unlink()
     cell = {
         "directory": str(directory),
-        "program": str(PROGRAM),
-        "processes": 2,
+        "program": str(program),
+        "processes": case.processes,
         "poisons_memory": False,
         "counts": "",
         "limit": LIMIT_SECONDS,
@@ -106,10 +143,15 @@ def tried(worker: Worker, case: Case, directory: Path) -> Trial:
     if answer["hangs"]:
         return Trial(judge.HANGS, f"it did not end within {LIMIT_SECONDS:.0f} s", seconds)
     if any(answer["statuses"]):
-        error = judge.why(logs(directory))
-        return Trial(CRASHES if _CRASH.match(error) else REFUSED, error, seconds)
-    measured, expected, _ = printed_curves(directory)
-    verdict = judge.judge(measured, expected, case.precision)
+        printed = logs(directory)
+        error = judge.why(printed)
+        if error.startswith(WRONG_SAMPLES):
+            return Trial(judge.WRONG, error, seconds)
+        if 0 in answer["statuses"] and judge.is_by_peer(error):
+            return Trial(judge.HANGS, "a process ended, for which the other still waited", seconds)
+        return Trial(REFUSED if is_refusal(error, printed) else CRASHES, error, seconds)
+    measured, expected, otherwise = printed_curves(directory)
+    verdict = judge.noted(judge.judge(measured, expected, case.precision), otherwise, case.precision)
     if verdict.verdict == judge.RIGHT:
         return Trial(EQUAL, "", seconds)
     return Trial(verdict.verdict, f"{verdict.quantity} of iteration {verdict.iteration}", seconds)
@@ -183,20 +225,34 @@ class Subject:
 
     def folders(self) -> list[Path]:
         """Before the running Python's packages: none for what is installed."""
-        if not self.release or self.release == public(metadata.version("deepspeed")):
+        is_installed = self.library == "deepspeed" and self.release == public(metadata.version("deepspeed"))
+        if not self.release or is_installed:
             return []
-        return [environments.release_folder(self.release, environments.base_python(None), None)]
+        needed = {self.library: self.release} | BESIDE[self.library]
+        python = environments.base_python(None)
+        return [environments.release_folder(release, python, None, library) for library, release in needed.items()]
 
 
 def subjects(text: str) -> list[Subject]:
-    """ "torch,0.19.8"; empty: the installed ones. Raises Problem."""
+    """ "torch,0.19.8,transformers==5.24.0"; empty: the installed DeepSpeed and torch. Raises Problem."""
     named = [word.strip() for word in text.split(",") if word.strip()]
     if not named:
         named = [public(metadata.version("deepspeed")), "torch"]
-    unknown = [word for word in named if word != "torch" and not re.fullmatch(r"\d+(\.\d+)+", word)]
-    if unknown:
-        raise Problem(f"pairs are tried of DeepSpeed and torch, not of '{unknown[0]}'", "Name them so: 0.19.8,torch")
-    return [Subject("torch", "") if word == "torch" else Subject("deepspeed", word) for word in named]
+    return [subject_of(word) for word in named]
+
+
+def subject_of(word: str) -> Subject:
+    """Raises Problem."""
+    if word == "torch":
+        return Subject("torch", "")
+    library, _, release = word.rpartition("==")
+    library = library or "deepspeed"
+    if library not in RELEASES_OF or not re.fullmatch(r"\d+(\.\d+)+", release):
+        libraries = "DeepSpeed, torch, transformers and accelerate"
+        raise Problem(
+            f"pairs are tried of {libraries}, not of '{word}'", "Name them so: 0.19.8,torch,accelerate==1.15.0"
+        )
+    return Subject(library, release)
 
 
 class Fuzzer:
@@ -211,9 +267,15 @@ class Fuzzer:
         self.directory = runs / "case"
         python = environments.base_python(None)
         self.worker = Worker(python, subject.folders(), "", runs / "worker.log", subject.library)
+        self.program = Path(__file__).with_name(PROGRAMS[subject.library][0])
+
+    @property
+    def release(self) -> str:
+        """Of the library; empty for PyTorch alone."""
+        return str(self.worker.versions.get(self.subject.library, "")) if self.subject.library != "torch" else ""
 
     def attempt(self, case: Case) -> Trial:
-        return tried(self.worker, case, self.directory)
+        return tried(self.worker, case, self.directory, self.program)
 
     def pair(self, seed: int, number: int, code: str) -> Pair:
         """Trains a case; of a finding, looks for its smallest form, among those that are known first."""
@@ -227,7 +289,7 @@ class Fuzzer:
             smallest = contained[0] if contained else smallest_form(case, found.verdict, self.attempt)
         versions = self.worker.versions
         pair = Pair(
-            self.subject.library, versions.get("deepspeed", ""), versions["torch"], versions["python"], seed, number,
+            self.subject.library, self.release, versions["torch"], versions["python"], seed, number,
             code, case.to_json(), found.verdict, found.said, round(time.monotonic() - begin, 2),
             smallest.to_json() if smallest else None,
         )  # fmt: skip
@@ -238,17 +300,16 @@ class Fuzzer:
 
     def own(self) -> Iterator[Pair]:
         """The pairs of this subject under these versions."""
-        versions = self.worker.versions
         for pair in self.known:
-            of_release = pair.library == self.subject.library and pair.release == versions.get("deepspeed", "")
-            if of_release and pair.torch == versions["torch"]:
+            of_release = pair.library == self.subject.library and pair.release == self.release
+            if of_release and pair.torch == self.worker.versions["torch"]:
                 yield pair
 
     def run(self, seed: int, count: int) -> None:
         """Raises Problem."""
         if "failed" in self.worker.versions:
             raise Problem(f"{self.subject.name} cannot be imported: {self.worker.versions['failed']}")
-        code = code_digest()
+        code = code_digest(self.subject.library)
         done = {(pair.seed, pair.number) for pair in self.own() if pair.code == code}
         left = [number for number in range(count) if (seed, number) not in done]
         begin = time.monotonic()
@@ -275,7 +336,7 @@ def run(args: argparse.Namespace, releases: str) -> int:
         finally:
             fuzzer.worker.end()
         known = fuzzer.known
-    current = [pair for pair in known if pair.code == code_digest()]
+    current = [pair for pair in known if pair.code == code_digest(pair.library)]
     summary = page.summary([asdict(pair) for pair in current])
     if args.publish:
         page.write(summary)

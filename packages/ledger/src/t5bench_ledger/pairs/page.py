@@ -7,14 +7,15 @@ from typing import Any
 
 from t5bench.record.files import write_whole
 from t5bench_ledger import tables
-from t5bench_ledger.modes import LIBRARY
+from t5bench_ledger.judge import BY_ITS_SHARE
+from t5bench_ledger.modes import BESIDE, LIBRARY
 from t5bench_ledger.pairs.settings import ITERATIONS, MICRO_BATCHES, PROCESSES, Case, possible
 from t5bench_ledger.show import NOT_AS_PROMISED, Accusation, accusations
 from t5bench_ledger.spans import DATA, public
 
 SUMMARY = DATA / "pairs.json"
 PAGE = tables.PAGES / "pairs.md"
-VERDICTS = ("equal", "refused", "crashes", "hangs", "does not run", "wrong")
+VERDICTS = ("equal", "refused", BY_ITS_SHARE, "crashes", "hangs", "does not run", "wrong")
 EXAMPLES = 3
 LONGEST_SENTENCE = 120
 
@@ -22,27 +23,35 @@ BEGINNING = f"""\
 # Pairs of settings
 
 Most faults of the [ledger](ledger.md) need two settings that nobody tried together.
-Here pairs of settings are drawn at random, and the way of sharding too.
+Here pairs of settings are drawn at random, and the way of training too: a ZeRO stage, DDP, FSDP2, transformers' Trainer
+or accelerate's loop.
 A tiny model trains for {ITERATIONS} iterations of {MICRO_BATCHES} micro-batches on {PROCESSES} processes, on a CPU.
-Each loss, each gradient norm and the loss after the last update are compared with plain PyTorch's in one process.
+Each loss, each gradient norm and a loss after the last update are compared with plain PyTorch's in one process.
+Of the Trainer and accelerate the samples are compared too: in an epoch each must be taken once.
 The bounds are those of the parity gate.
 
 ```bash
 python -m t5bench ledger --pairs 2000 --seed 1                       # of the installed DeepSpeed and torch
-python -m t5bench ledger --pairs 2000 --seed 1 --releases 0.18.9     # of another release of DeepSpeed
+python -m t5bench ledger --pairs 2000 --seed 1 --releases 0.18.6,transformers==5.24.0,accelerate==1.15.0
 ```
 
 A seed and a number give the same pair everywhere.
 What was trained is kept, so the same command continues after an interruption.
 [The settings](../src/t5bench_ledger/pairs/settings.py) are a list.
-[train.py](../src/t5bench_ledger/pairs/train.py) trains one pair.
+[train.py](../src/t5bench_ledger/pairs/train.py), [by_trainer.py](../src/t5bench_ledger/pairs/by_trainer.py) and
+[by_accelerate.py](../src/t5bench_ledger/pairs/by_accelerate.py) train one pair.
+transformers is tried with accelerate {BESIDE["transformers"]["accelerate"]}.
+The Trainer and accelerate train over DDP or in one process here: on a CPU they do not shard.
 
 """
-MEANING = """\
+MEANING = f"""\
 The pairs so far were tried on two cores that other work shared; a quiet machine tries more in an hour.
 
-*Refused*: an error with words before or while it trains.
-*Crashes*: an error by which no library refuses on purpose, such as an AttributeError.
+*Refused*: an error that a library raises on purpose; its words stand below.
+*Crashes*: any other error, such as an AttributeError, or an assertion about the library's own state.
+*Hangs*: it does not end, or a process ends for which the other still waits.
+*Wrong*: a loss, a gradient norm or the samples differ.
+*{BY_ITS_SHARE.capitalize()}*: accelerate divides the short window by as many micro-batches as a full one, as it says.
 A finding is reduced by hypothesis: a setting, a micro-batch or an iteration is left out as long as the verdict stays.
 Where a file of plain PyTorch and the library shows it in that release, the table names it; the others are places to
 look at.
@@ -71,6 +80,7 @@ def summary(pairs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
                 "seconds": round(sum(pair["seconds"] for pair in own)),
                 "verdicts": {verdict: counts[verdict] for verdict in VERDICTS if counts[verdict]},
                 "findings": findings(own),
+                "refusals": refusals(own),
             }
         )
     return made
@@ -89,6 +99,14 @@ def findings(pairs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         if len(entry["numbers"]) < EXAMPLES:
             entry["numbers"].append(pair["number"])
     return sorted(found.values(), key=lambda entry: (-VERDICTS.index(entry["verdict"]), -entry["pairs"]))
+
+
+def refusals(pairs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Each sentence with which pairs were refused, the most frequent first, and the number of one pair."""
+    refused = [pair for pair in pairs if pair["verdict"] == "refused"]
+    counts = Counter(pair["said"] for pair in refused)
+    numbers = {pair["said"]: pair["number"] for pair in reversed(refused)}
+    return [{"said": said, "pairs": count, "number": numbers[said]} for said, count in counts.most_common()]
 
 
 def title_of(entry: Mapping[str, Any]) -> str:
@@ -113,10 +131,11 @@ def in_words(entries: Sequence[Mapping[str, Any]]) -> str:
 
 
 def markdown(entries: Sequence[Mapping[str, Any]]) -> str:
-    header = ["Release", "Torch", "Seed", "Pairs", "Of all", *VERDICTS, "Pairs an hour"]
+    verdicts = [verdict for verdict in VERDICTS if any(verdict in entry["verdicts"] for entry in entries)]
+    header = ["Release", "Torch", "Seed", "Pairs", "Of all", *verdicts, "Pairs an hour"]
     rows = []
     for entry in entries:
-        counts = [str(entry["verdicts"].get(verdict, 0)) for verdict in VERDICTS]
+        counts = [str(entry["verdicts"].get(verdict, 0)) for verdict in verdicts]
         share = f"{entry['pairs'] / entry['of']:.0%} of {entry['of']}"
         first = [title_of(entry), public(entry["torch"]), str(entry["seed"]), str(entry["pairs"]), share]
         rows.append([*first, *counts, str(an_hour(entry))])
@@ -124,7 +143,19 @@ def markdown(entries: Sequence[Mapping[str, Any]]) -> str:
     for entry in entries:
         parts.append(f"## {title_of(entry)}, seed {entry['seed']}\n")
         parts.append(findings_table(entry) if entry["findings"] else "No finding.\n")
+        if entry["refusals"]:
+            parts.append(refusals_table(entry))
     return "\n".join(parts)
+
+
+def in_cell(text: str) -> str:
+    return text[:LONGEST_SENTENCE].replace("|", "\\|")
+
+
+def refusals_table(of: Mapping[str, Any]) -> str:
+    """Of a library, release and seed."""
+    rows = [[in_cell(each["said"]), str(each["pairs"]), str(each["number"])] for each in of["refusals"]]
+    return tables.table(["Refused with the words", "Pairs", "Such as number"], rows)
 
 
 def findings_table(of: Mapping[str, Any]) -> str:
@@ -134,8 +165,8 @@ def findings_table(of: Mapping[str, Any]) -> str:
         case = Case(**entry["case"])
         sizes = f"{case.iterations} x {case.micro_batches}, width {case.width}"
         numbers = ", ".join(map(str, entry["numbers"]))
-        said = entry["said"][:LONGEST_SENTENCE].replace("|", "\\|")
-        words = case.words.replace("|", "\\|")
+        said = in_cell(entry["said"])
+        words = in_cell(case.words)
         file = file_that_shows(of, case)
         link = f"[{file.path.stem}](../src/t5bench_ledger/accusations/{file.path.name})" if file else "not yet"
         reported = file.reported if file else ""
@@ -159,10 +190,14 @@ def files_of(library: str, case: Case) -> list[Accusation]:
 
 
 def file_that_shows(entry: Mapping[str, Any], case: Case) -> Accusation | None:
-    """The file that showed a smallest form in its release without this project."""
-    place = (entry["release"] or public(entry["torch"]), public(entry["torch"]))
-    for each in files_of(entry["library"], case):
-        if any(line.endswith(NOT_AS_PROMISED) for line in each.outputs.get(place, ())):
+    """The file that showed a smallest form in its release, or in PyTorch's, without this project."""
+    torch = public(entry["torch"])
+    releases = {entry["library"]: entry["release"] or torch, "torch": torch}
+    for each in accusations():
+        if case.words not in each.pairs or each.library not in releases:
+            continue
+        lines = each.outputs.get((releases[each.library], torch), ())
+        if any(line.endswith(NOT_AS_PROMISED) for line in lines):
             return each
     return None
 
