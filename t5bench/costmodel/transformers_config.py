@@ -248,7 +248,8 @@ def _rotary(values: Values) -> dict[str, Any]:
     No cost depends on them. A way of scaling that no engine here computes becomes part of the kind.
     """
     scaling = _scaling(values)
-    bases = (scaling.get("rope_theta"), values.of("rope_theta"), values.of("rotary_emb_base"), 10000.0)
+    # A GPT-NeoX has rotary_emb_base, whatever else its file says.
+    bases = (scaling.get("rope_theta"), values.of("rotary_emb_base"), values.of("rope_theta"), 10000.0)
     base = _positive("rope_theta", next(base for base in bases if base is not None))
     way = str(scaling.get("rope_type") or scaling.get("type") or "default")
     names = {"default": (), "linear": ("factor",), "llama3": LLAMA_3}.get(way)

@@ -177,7 +177,7 @@ def _check_sizes(draft: Draft, tp: int, pp: int, parts: int) -> None:
     heads = draft.number("NUM_ATTENTION_HEADS")
     groups = draft.model.kv_heads if draft.model else heads
     ffn = draft.number("FFN_HIDDEN_SIZE")
-    sizes = " ".join(str(size) for size in range(1, heads + 1) if _has_tensor_size(size, heads, groups, ffn))
+    sizes = " ".join(str(size) for size in range(1, heads + 1) if has_tensor_size(size, heads, groups, ffn))
     remedy = f"TENSOR_PARALLEL_SIZE may be {sizes} for this model"
     if groups % tp and tp % groups:
         found = f"{groups} groups of heads do not divide over the tensor-parallel size {tp}, nor it over them"
@@ -205,7 +205,7 @@ def _check_sizes(draft: Draft, tp: int, pp: int, parts: int) -> None:
                 refuse("pipeline-size", found, "ENGINE=native gives the first stages a layer more")
 
 
-def _has_tensor_size(size: int, heads: int, groups: int, ffn: int) -> bool:
+def has_tensor_size(size: int, heads: int, groups: int, ffn: int) -> bool:
     """Whether so many tensor-parallel ranks have equal parts. Groups of heads may be fewer than ranks."""
     divides_groups = groups % size == 0 or size % groups == 0
     return divides_groups and heads % size == 0 and ffn % size == 0

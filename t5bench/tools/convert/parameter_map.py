@@ -105,7 +105,7 @@ def gpt2_map(architecture: Architecture) -> dict[str, EngineParameter]:
         pairs |= both_ends(f"{theirs}.ln_2", f"{ours}.post_attention_layernorm")
         pairs |= linear_gpt2(f"{theirs}.mlp.c_fc", f"{ours}.mlp.dense_h_to_4h")
         pairs |= linear_gpt2(f"{theirs}.mlp.c_proj", f"{ours}.mlp.dense_4h_to_h")
-    return pairs
+    return pairs if architecture.tied else pairs | weight("lm_head", "lm_head")
 
 
 def blenderbot_map(architecture: Architecture) -> dict[str, EngineParameter]:
@@ -295,9 +295,18 @@ def described_configuration(a: Architecture, special_tokens: Mapping[str, int | 
         values |= {"attention_bias": a.biases or a.output_biases, "mlp_bias": a.biases or a.ffn_biases}
     if a.kind == "qwen3":
         values["attention_bias"] = a.output_biases
+    return AutoConfig.for_model(a.kind, **values, **windows(a))
+
+
+def windows(a: Architecture) -> dict[str, Any]:
+    """No sample of the training was longer than a window, but others may be."""
     if a.kind == "mistral":
-        values["sliding_window"] = None
-    return AutoConfig.for_model(a.kind, **values)
+        return {"sliding_window": a.window or None}
+    if a.kind not in ("qwen2", "qwen3") or not a.window:
+        return {}
+    has_window = [(layer + 1) % a.global_every > 0 for layer in range(a.layers)]
+    types = ["sliding_attention" if windowed else "full_attention" for windowed in has_window]
+    return {"use_sliding_window": True, "sliding_window": a.window, "layer_types": types}
 
 
 def rotary_scaling(a: Architecture) -> dict[str, Any] | None:
