@@ -26,6 +26,7 @@ from t5bench.choose.asked import (
     settings_of,
     vocabulary_of,
 )
+from t5bench.choose.space import divides_layers
 from t5bench.costmodel import schedule, time
 from t5bench.costmodel.job import Job
 from t5bench.costmodel.machine import GIB
@@ -244,7 +245,7 @@ def why_not(args: argparse.Namespace, plan: Plan) -> str:
     layout = plan.layout
     if layout.pp > model.layers:
         return f"{args.model} has only {model.layers} layers for {layout.pp} pipeline stages"
-    if model.kv_heads % layout.tp:
+    if not divides_layers(model, layout.tp, plan.engine):
         return f"TP={layout.tp} does not divide the heads of keys and values of {args.model}: {model.kv_heads}"
     return ""
 

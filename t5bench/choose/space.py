@@ -18,7 +18,7 @@ from t5bench.costmodel.prediction import Prediction
 from t5bench.costmodel.schedule import GPIPE, INTERLEAVED, ONE_F_ONE_B, ZERO_BUBBLE, interleaving_fault
 from t5bench.costmodel.ties import TIES, place_in_a_tie
 from t5bench.plan.families import FAMILIES
-from t5bench.plan.layout import LEAST_INTERLEAVED
+from t5bench.plan.layout import LEAST_INTERLEAVED, has_tensor_size
 
 TENSOR_SIZES = (1, 2, 4, 8)  # beyond a node the all-reduces of every layer cross the network
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
@@ -182,18 +182,28 @@ class EngineJob:
 def layouts(
     model: Architecture, gpus: int, per_node: int, tensor: int | None, engine: str, pipeline: int | None = None
 ) -> Iterator[Parallel]:
-    """Sizes that divide the GPUs, the heads of keys and the FFN, and stages that the engine can make of the layers.
+    """Sizes that divide the GPUs and each layer, and stages that the engine can make of the layers.
 
     tensor, pipeline: the only sizes to try.
     """
     tensor_sizes = [tensor] if tensor else [size for size in TENSOR_SIZES if size <= per_node]
     for tp in tensor_sizes:
         for pp in [pipeline] if pipeline else range(1, min(model.layers, gpus // tp) + 1):
-            if gpus % (tp * pp) or model.kv_heads % tp or model.ffn % tp:
+            if gpus % (tp * pp) or not divides_layers(model, tp, engine):
                 continue
             if engine == "native" or _divides(model, pp):
                 split_rank = _split(model, pp) if engine == "native" else None
                 yield Parallel(tp, pp, gpus // (tp * pp), split_rank, devices_per_node=per_node)
+
+
+def divides_layers(model: Architecture, tensor: int, engine: str) -> bool:
+    """Whether tensor-parallel ranks get equal parts of a layer: of its heads of keys and its FFN.
+
+    Where the native engine has queries apart from keys, ranks may be more than groups of heads, and share keys.
+    """
+    if engine == "native" and model.keys_apart:
+        return has_tensor_size(tensor, model.heads, model.kv_heads, model.ffn)
+    return model.kv_heads % tensor == 0 and model.ffn % tensor == 0
 
 
 def _split(model: Architecture, pp: int) -> int | None:
@@ -333,7 +343,10 @@ class Space:
             asked = f" with TP={self.tensor}" if self.tensor else ""
             asked += f" with PP={self.pipeline}" if self.pipeline else ""
             found = f"no layout of {self.gpus} GPUs{asked} divides the model and a global batch of {self.batch}"
-            sizes = f"TP must divide the GPUs, {model.kv_heads} heads of keys and {model.ffn} FFN columns"
+            groups = f"{model.kv_heads} heads of keys"
+            if model.keys_apart:
+                groups += " (or be a multiple of these that divides those of queries)"
+            sizes = f"TP must divide the GPUs, {groups} and {model.ffn} FFN columns"
             raise Problem(found, f"{sizes}, the data-parallel size the batch (--global-batch)")
         smallest = min(candidates, key=lambda candidate: candidate.memory_bytes)
         if not smallest.fits:

@@ -44,11 +44,15 @@ def flops_per_iteration(architecture: Architecture, global_batch_size: int) -> f
 
 
 def hardware_flops(job: Job) -> float:
-    """FLOPs of an iteration, including recomputation of whole layers or of attention's core, and outside of windows."""
+    """FLOPs of an iteration, including recomputation of whole layers or of attention's core, outside of windows, and
+    keys and values that several tensor-parallel ranks compute."""
     a = job.architecture
+    columns_of_copies = a.keys_of_all(job.parallel.tensor) - a.key
     repeated = 0
+    beyond = outside_windows(a) + outside_windows(a, decoder=True)
     for layers, is_decoder in ((a.encoder_layers, False), (a.decoder_layers, True)):
         weights, core = layer_multiply_adds(a, is_decoder)
-        repeated += layers * {"none": 0, "selective": core, "full": core + weights}[job.recompute]
-    masked = outside_windows(a) + outside_windows(a, decoder=True)
-    return flops_per_iteration(a, job.global_batch) + (6.0 * masked + 2 * repeated) * job.global_batch
+        copies = 2 * a.hidden * columns_of_copies * sum(a.attended(is_decoder))
+        repeated += layers * {"none": 0, "selective": core, "full": core + weights + copies}[job.recompute]
+        beyond += layers * copies
+    return flops_per_iteration(a, job.global_batch) + (6.0 * beyond + 2 * repeated) * job.global_batch

@@ -85,6 +85,10 @@ class Architecture:
         ranks."""
         return max(1, tensor // self.kv_heads)
 
+    def keys_of_all(self, tensor: int) -> int:
+        """Columns of the key projections of so many tensor-parallel ranks, of which several may hold the same."""
+        return self.key * self.copies_of_keys(tensor)
+
     @property
     def cross_attention(self) -> bool:
         """Whether the decoder attends to an encoder."""

@@ -344,7 +344,7 @@ def _inputs_and_gradients(job: Job, decoder: bool) -> float:
     for length, _ in job.attentions(decoder):
         whole += 2 * tokens * a.hidden  # the query's input, the output's gradient
         divided += 2 * tokens * a.query  # context, the query's gradient
-        divided += 2 * job.micro_batch * length * a.key
+        divided += 2 * job.micro_batch * length * a.keys_of_all(job.parallel.tensor)
     whole += 2 * tokens * a.hidden
     divided += 2 * tokens * a.ffn
     return job.element * (whole + divided / job.parallel.tensor)
@@ -367,7 +367,7 @@ def _inside_backward(job: Job, chunk: int) -> dict[str, float]:
         largest = max(largest, tokens * a.hidden + 2 * tokens * a.ffn / t)
         for length, _ in job.attentions(is_decoder):
             keys = job.micro_batch * length
-            largest = max(largest, 2 * tokens * a.hidden + (2 * tokens * a.query + 2 * keys * a.key) / t)
+            largest = max(largest, 2 * tokens * a.hidden + (2 * tokens * a.query + 2 * keys * a.keys_of_all(t)) / t)
     received = 0.0 if part.head else _messages(job, chunk)[1]
     return {"messages": received, "gradients of a layer": job.element * largest}
 
@@ -634,8 +634,9 @@ def _query_key_norms(job: Job, tokens: int, keys: int) -> float:
     a = job.architecture
     if not a.query_key_norms:
         return 0.0
-    inputs = (job.software.norm_tensors - 1) * job.element * (tokens * a.query + keys * a.key)
-    statistics = (8 if a.norm == "layer" else 4) * (tokens * a.heads + keys * a.kv_heads)
+    columns_of_keys = a.keys_of_all(job.parallel.tensor)
+    inputs = (job.software.norm_tensors - 1) * job.element * (tokens * a.query + keys * columns_of_keys)
+    statistics = (8 if a.norm == "layer" else 4) * (tokens * a.heads + keys * columns_of_keys // a.head_size)
     return inputs + statistics
 
 
@@ -645,7 +646,7 @@ def _unrotated(job: Job, tokens: int, keys: int) -> float:
     if a.positions != "rotary" or not job.software.rotates_apart or a.query_key_norms:
         return 0.0
     queries = tokens * a.query if a.kv_heads == a.heads else 0  # grouped ones have a projection of their own
-    return job.element * (queries + keys * a.key)
+    return job.element * (queries + keys * a.keys_of_all(job.parallel.tensor))
 
 
 def _dropped(job: Job, elements: float) -> float:
@@ -662,7 +663,7 @@ def _attention(job: Job, decoder: bool, is_cross: bool, length: int, kernel: str
     software = job.software
     tokens = job.tokens(decoder)
     keys = job.micro_batch * length
-    width_of_keys = a.query if software.repeats_keys else a.key
+    width_of_keys = a.query if software.repeats_keys else a.keys_of_all(job.parallel.tensor)
     projections = job.element * (2 * tokens * a.query + 2 * keys * width_of_keys)
     divided = projections + _query_key_norms(job, tokens, keys) + _attention_core(job, tokens, length, kernel)
     if not is_cross:

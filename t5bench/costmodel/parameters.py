@@ -64,7 +64,7 @@ def layer_shapes(a: Architecture, tensor: int = 1, decoder: bool = False) -> lis
     """
     h = a.hidden
     query = a.query // tensor
-    keys_and_values = 2 * a.key * a.copies_of_keys(tensor) // tensor
+    keys_and_values = 2 * a.keys_of_all(tensor) // tensor
     ffn_inputs = a.ffn * (2 if a.gated else 1) // tensor
     own = [(query, h), (keys_and_values, h)] if a.keys_apart else [(query + keys_and_values, h)]
     cross_attention = [(query, h), (keys_and_values, h), (h, query)]

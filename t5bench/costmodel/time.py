@@ -267,9 +267,9 @@ def products_of_layer(job: Job, decoder: bool) -> list[Product]:
     for length in a.attended(decoder):
         keys = job.micro_batch * length
         if length == a.length(decoder) and not found:
-            found.append(Product(rows, a.hidden, (a.query + 2 * a.key) / t))
+            found.append(Product(rows, a.hidden, (a.query + 2 * a.keys_of_all(t)) / t))
         else:
-            found += [Product(rows, a.hidden, a.query / t), Product(keys, a.hidden, 2 * a.key / t)]
+            found += [Product(rows, a.hidden, a.query / t), Product(keys, a.hidden, 2 * a.keys_of_all(t) / t)]
         found.append(Product(rows, a.query / t, a.hidden))
     found.append(Product(rows, a.hidden, (2 if a.gated else 1) * a.ffn / t))
     found.append(Product(rows, a.ffn / t, a.hidden))
@@ -304,8 +304,9 @@ def _layer_seconds(job: Job, decoder: bool, device: Device) -> LayerSeconds:
     softmax = (job.software.softmax or job.element) / job.element
     each = _passes(job)
     in_blocks = (1 + len(attentions)) * n * a.hidden * stream / job.parallel.sequence
-    divided = (each.ffn * n * a.ffn + 2 * n * (a.query + 2 * a.key)) / t + _further_norms(job, decoder)
-    rotated = _rotary_passes(job) * n * (a.query + a.key) / t
+    keys = a.keys_of_all(t)
+    divided = (each.ffn * n * a.ffn + 2 * n * (a.query + 2 * keys)) / t + _further_norms(job, decoder)
+    rotated = _rotary_passes(job) * n * (a.query + keys) / t
     passes = each.block * in_blocks + divided + rotated
     passes_backward = each.block_backward * in_blocks + 2 * divided + rotated
     scores = sum(a.heads * n * length for length, kernel in attentions if kernel == "unfused")
@@ -337,7 +338,8 @@ def _further_norms(job: Job, decoder: bool) -> float:
     if a.post_norms:
         elements += (1 + len(lengths)) * n * a.hidden / job.parallel.sequence
     if a.query_key_norms:
-        elements += (len(lengths) * n * a.query + sum(lengths) * a.key) / job.parallel.tensor
+        t = job.parallel.tensor
+        elements += (len(lengths) * n * a.query + sum(lengths) * a.keys_of_all(t)) / t
     return NORM_PASSES * elements
 
 

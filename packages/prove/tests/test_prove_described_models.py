@@ -5,9 +5,12 @@ from multiprocessing import get_context
 
 import pytest
 from described import CONFIGS, description_of
+from torch.utils.flop_counter import FlopCounterMode
 
+from t5bench.costmodel.flops import hardware_flops, layer_multiply_adds
 from t5bench.costmodel.job import FullySharded, Job, Parallel
 from t5bench_prove import execution
+from t5bench_prove.hollow import HollowTensors
 
 PARALLEL = {
     "tensor of 4, sequence": Parallel(tensor=4, sequence_parallel=True),
@@ -49,6 +52,31 @@ def test_its_peak_is_predicted(kind: str):
         executed = pool.apply(execution.execute, (job, 0))
     _, predicted = execution.memory(job, 0)
     assert predicted == pytest.approx(executed.peak, rel=0.01)
+
+
+def flops_of_weights(job: Job) -> int:
+    """Of the products with weights in a step of the first rank, without attention's core."""
+    with execution.joined(job, 0):
+        arguments = execution.native_arguments(job, 0)
+        counter = FlopCounterMode(display=False)
+        with execution.GpuKernels(), HollowTensors():
+            trainer = execution.make_trainer(arguments, execution.mesh_of(arguments))
+            batch = execution.tokens(job, arguments)
+            with counter:
+                execution.take_step(trainer, batch, arguments.lr)
+    return sum(count for operator, count in counter.get_flop_counts()["Global"].items() if "bmm" not in str(operator))
+
+
+@pytest.mark.parametrize(("kind", "tensor"), [("llama", 4), ("qwen3", 4), ("t5 v1.1", 1)])
+def test_its_flops_are_predicted(kind: str, tensor: int):
+    """Those of keys and values that several ranks compute, too."""
+    model = replace(description_of(CONFIGS[kind]), padded_vocabulary=252)
+    job = Job(model, Parallel(tensor=tensor), 2, 8, precision="fp32", engine="native", dropout=0.0)
+    with get_context("fork").Pool(1) as pool:
+        executed = pool.apply(flops_of_weights, (job,))
+    cores = ((model.encoder_layers, False), (model.decoder_layers, True))
+    of_cores = 6 * job.global_batch * sum(count * layer_multiply_adds(model, way)[1] for count, way in cores)
+    assert executed * tensor == hardware_flops(job) - of_cores
 
 
 @pytest.mark.nightly
