@@ -18,6 +18,8 @@ ATEN = torch.ops.aten
 # Operators that return or change a tensor's storage, though their schemas do not say so.
 REAL = {ATEN._unsafe_view.default, ATEN.lift_fresh.default, ATEN.set_.source_Storage}
 REAL |= {ATEN.set_.source_Storage_storage_offset, ATEN.set_.source_Tensor, ATEN.set_.default, ATEN.resize_.default}
+# FSDP2's, which copies what a rank gives to an all-gather to its place in the whole, and returns both.
+COPY_IN = "fsdp.all_gather_copy_in.default"
 SMALL = 1024  # elements of a new tensor that is filled as it should be
 
 
@@ -42,6 +44,8 @@ class HollowTensors(TorchDispatchMode):
             return function(*args, **kwargs)
         if function is ATEN._local_scalar_dense.default and args[0].is_floating_point():
             return 1.0
+        if str(function) == COPY_IN:
+            return _input_of_gather(*args)
         schema = function._schema
         returned = [value.alias_info for value in schema.returns]
         if function in REAL or any(alias and not alias.is_write for alias in returned):
@@ -77,6 +81,13 @@ class HollowTensors(TorchDispatchMode):
 def is_wrapped(types: Sequence[type]) -> bool:
     """Whether an operator gets a tensor that becomes others: a DTensor its local parts, and one that is awaited."""
     return any(issubclass(one, (DTensor, AsyncCollectiveTensor)) for one in types)
+
+
+def _input_of_gather(
+    _parts: Sequence[Tensor], whole: Tensor, _sizes: Sequence[int], elements: int, rank: int
+) -> tuple[Tensor, Tensor]:
+    """The input, which is a view of the whole, and the whole."""
+    return whole.narrow(0, elements * rank, elements), whole
 
 
 class TensorSpec:
