@@ -28,7 +28,7 @@ from t5bench_ledger.answer import NoAnswer
 from t5bench_ledger.changes import CHANGES, is_withdrawn, standing
 from t5bench_ledger.costs import Cost
 from t5bench_ledger.counts import LiveStorages
-from t5bench_ledger.judge import BY_ITS_SHARE, DOES_NOT_RUN, RIGHT, ROUNDS, WRONG, CellVerdict, judge, noted, why
+from t5bench_ledger.judge import BY_ITS_SHARE, DOES_NOT_RUN, LOGS, RIGHT, ROUNDS, WRONG, CellVerdict, judge, noted, why
 from t5bench_ledger.modes import MODES, RELEASES, STRATEGIES, deepspeed_json, library_of
 from t5bench_ledger.spans import published, releases_in, spans_of
 from t5bench_ledger.words import size_in_words
@@ -49,6 +49,11 @@ REFERENCE = Curves({1: 8.0, 2: 7.0}, {1: 2.0, 2: 1.5})
         ({1: 8.0, 2: 7.01}, {1: 2.0, 2: 1.5}, "bf16", (RIGHT, None, "")),
         ({1: 8.0, 2: nan}, {1: 2.0, 2: 1.5}, "bf16", (WRONG, 2, "loss")),
         ({1: 8.0}, {1: 2.0}, "fp32", (DOES_NOT_RUN, None, "")),
+        # What is logged of the initial weights is another's, and no gradient ever is.
+        ({1: 32.0, 2: 28.0}, {1: 2.0, 2: 1.5}, "fp32", (LOGS, 1, "loss")),
+        ({1: 32.0, 2: 28.0}, {1: 2.0, 2: 1.6}, "fp32", (WRONG, 1, "loss")),
+        ({1: 32.0, 2: 28.0}, {1: 2.0}, "fp32", (WRONG, 1, "loss")),
+        ({1: 32.0, 2: 28.0}, {}, "fp32", (WRONG, 1, "loss")),
     ],
 )
 def test_the_verdict_names_the_first_iteration_and_quantity(losses, norms, precision, expected):
@@ -81,6 +86,17 @@ def test_the_sentence_of_a_failure_is_its_cause_not_a_peers():
     assert why([peer, cause]) == why([cause, peer]) == "OutOfMemoryError: Output 0 of Split is a view"
     assert why([peer]).startswith("RuntimeError: [gloo")
     assert why([""]) == "it ended without an error message"
+
+
+def test_the_sentence_of_a_failure_names_no_folder_and_no_port_of_this_machine():
+    said = "ImportError: no 'x' from 'torch.y' (/home/me/.venv/lib/python3.11/site-packages/torch/y.py)"
+    assert why([said]) == "ImportError: no 'x' from 'torch.y' (y.py)"
+    address = "RuntimeError: see https://pytorch.org/docs/stable/x.html or torch/nn/y"
+    assert why([address]) == address
+    assert (
+        why(["ValueError: two options, \\x1b[1mdo this\\x1b[0m, or \x1b[1mthat"])
+        == "ValueError: two options, do this, or that"
+    )
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,8 @@ from t5bench.plan.ports import free_port
 from t5bench_ledger import environments, judge, tables, trainers
 from t5bench_ledger.judge import RIGHT, WRONG
 from t5bench_ledger.measure import TRAINERS_PROGRAM, logs, printed_curves
-from t5bench_ledger.modes import ACCELERATE, BESIDE, MODES, RELEASES_OF, TRAINER, TRAINERS
+from t5bench_ledger.modes import ACCELERATE, BESIDE, MODES, RELEASES_OF, TRAINER, TRAINERS, library_of
+from t5bench_ledger.spans import published
 
 # What trainers.py asks of accelerate, in a few lines over DDP: the test needs no release.
 STAND_IN = """
@@ -156,6 +157,19 @@ def test_the_page_has_every_release_of_the_trainers():
         assert {cell["release"] for cell in own} >= set(RELEASES_OF[library])
         beside = ", ".join(f"{name} {release}" for name, release in BESIDE[library].items())
         assert {cell["beside"] for cell in own} == {beside}
+
+
+@pytest.mark.parametrize("library", ["transformers", "accelerate"])
+def test_every_published_release_was_tried_so_each_change_lies_between_neighbours(library):
+    """What was tried and is not spoken of counts as not tried."""
+    spoken_of = tables.standing(tables.read(tables.CELLS))
+    for section in tables.of_trainers([cell for cell in spoken_of if library_of(cell["strategy"]) == library]):
+        for strategy, mode, row in tables.matrix(section.cells):
+            tried = [cell["release"] for cell in row if cell]
+            assert tried == list(published()[library]), (strategy, mode.name)
+        tried = tables.releases_of(section.cells)
+        for fault in tables.release_faults(section):
+            assert "not tried" not in " ".join(tables.fault_words(fault, tried)), fault
 
 
 def test_what_the_ledger_says_of_a_trainers_release(capsys):

@@ -88,8 +88,8 @@ CHANGES = (
         (8393,), "gradients are divided by a scale by which the loss was not multiplied", (STAGE_0,), precision="fp16",
     ),
     Change(
-        (7967, 7981), "the gradients of later micro-batches are dropped", ("zero1", "zero2"), first_right="0.19.0",
-        offload=True, several_micro_batches=True,
+        (7967, 7981), "the gradients of later micro-batches are dropped", ("zero1", "zero2"), first_wrong="0.15.2",
+        first_right="0.19.0", offload=True, several_micro_batches=True,
     ),
     Change(
         (7985,), "the last micro-batch is not all-reduced", ("zero1",), first_wrong="0.18.5", first_right="0.19.0",
@@ -101,7 +101,7 @@ CHANGES = (
     Change(
         (8154,), "the pipeline gives the gradients of several micro-batches a wrong scale",
         (DEEPSPEED_PIPELINE, PIPELINE_STAGE_0),
-        first_right="0.19.3", several_micro_batches=True,
+        first_wrong="0.16.0", first_right="0.19.3", several_micro_batches=True,
     ),
     Change(
         (8158,), "a padded fetch overlaps the memory next to it", ("zero3", "zero3_offload"), first_right="0.19.4",

@@ -15,10 +15,15 @@ HANGS = "hangs"
 # promises. A program that can tell says so by curves in which a release that does this alone is right.
 ROUNDS = "rounds more than asked"
 BY_ITS_SHARE = "weighs a short last window by its share"
-NOTED = (ROUNDS, BY_ITS_SHARE)
+LOGS = "logs another loss"
+NOTED = (ROUNDS, BY_ITS_SHARE, LOGS)
 # The last line of a Python traceback.
 _ERROR = re.compile(r"^(?:[\w.]+\.)?(\w*(?:Error|Exception)\b.*|error: .*)$", re.MULTILINE)
-_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+# Its escape may have been made visible.
+_COLOUR = re.compile(r"(?:\x1b|\\x1b)\[[0-9;]*m")
+_PORT = re.compile(r"(?<=\[127\.0\.0\.1\]):\d+")
+# Of a path, where this machine has it; of an address, nothing.
+_FOLDERS = re.compile(r"(?<![\w:/.])/(?:[^\s/'\"]+/)+")
 # What a process says because another one failed.
 _BY_PEER = re.compile(r"connection|gloo|peer|timed? ?out", re.IGNORECASE)
 
@@ -44,7 +49,10 @@ def judge(curves: Curves, reference: Curves, precision: str) -> CellVerdict:
     if not compared.beyond:
         return CellVerdict(RIGHT, times=compared.largest_share)
     first = min(compared.beyond, key=lambda found: (found.step, found.what))
-    return CellVerdict(WRONG, first.step, first.what, None if math.isnan(first.share) else first.share)
+    # The first loss is that of the initial weights: where it differs and no gradient ever does, the log alone is wrong.
+    has_right_norms = curves.norm.keys() == reference.loss.keys() and not (compared.norm and compared.norm.is_beyond)
+    verdict = LOGS if has_right_norms and first.step == min(reference.loss) else WRONG
+    return CellVerdict(verdict, first.step, first.what, None if math.isnan(first.share) else first.share)
 
 
 def noted(verdict: CellVerdict, otherwise: Mapping[str, tuple[Curves, Curves]], precision: str) -> CellVerdict:
@@ -67,9 +75,16 @@ def why(logs: list[str]) -> str:
     errors = [match[1].strip() for log in logs for match in _ERROR.finditer(log)]
     first_cause = [error for error in errors if not is_by_peer(error)]
     chosen = (first_cause or errors or ["it ended without an error message"])[-1]
-    return _COLOUR.sub("", chosen)[:300]
+    return in_brief(chosen)
 
 
 def is_by_peer(error: str) -> bool:
     """Whether another process caused it."""
     return bool(_BY_PEER.search(error))
+
+
+def in_brief(error: str) -> str:
+    """An error without what is another's in the next run: colours, folders and ports."""
+    for passing in (_COLOUR, _FOLDERS, _PORT):
+        error = passing.sub("", error)
+    return error[:300]

@@ -356,7 +356,7 @@ class Ledger:
         """The verdict on a cell, and the seconds that it took."""
         answer = self.train(worker, strategy, mode, directory)
         if answer.get("failed"):
-            return judge.CellVerdict(judge.DOES_NOT_RUN, sentence=answer["failed"]), 0.0
+            return judge.CellVerdict(judge.DOES_NOT_RUN, sentence=judge.in_brief(answer["failed"])), 0.0
         if answer["hangs"]:
             sentence = f"it did not end within {self.limit:.0f} s"
             return judge.CellVerdict(judge.HANGS, sentence=sentence), answer["seconds"]
@@ -609,7 +609,7 @@ def measure_cell(
     directory = runs_folder(ledger, column) / strategy / mode.name.replace(" ", "-")
     versions = worker.versions
     if "failed" in versions:
-        verdict = judge.CellVerdict(judge.DOES_NOT_RUN, sentence=versions["failed"])
+        verdict = judge.CellVerdict(judge.DOES_NOT_RUN, sentence=judge.in_brief(versions["failed"]))
         seconds = 0.0
     else:
         verdict, seconds = ledger.measure(worker, strategy, mode, directory)

@@ -58,7 +58,12 @@ class ReleaseFault(msgspec.Struct, omit_defaults=True, kw_only=True):
     strategy: str
     modes: list[str]
     verdict: Literal[
-        "wrong", "does not run", "hangs", "rounds more than asked", "weighs a short last window by its share"
+        "wrong",
+        "does not run",
+        "hangs",
+        "rounds more than asked",
+        "weighs a short last window by its share",
+        "logs another loss",
     ]
     iteration: Annotated[int | None, Meta(description="the first that is wrong")] = None
     quantity: Annotated[str, Meta(description="what is wrong first: the loss or the gradient norm")] = ""

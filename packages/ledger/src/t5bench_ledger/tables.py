@@ -81,6 +81,7 @@ A layer used twice is reported wrong in bf16 under ZeRO-2 on 16 GPUs, from 0.18.
 and 0.19.3 do not show it.
 accelerate ignores FSDP's plugin on a CPU, and its newer releases take a run with DeepSpeed's for one process: FSDP2,
 and ZeRO with the Trainer, cannot be shown here.
+DeepSpeed 0.14.0 asks for intel_extension_for_pytorch when it is installed for a CPU: it was not tried.
 Of a run in bf16 or fp16 that only fp32 cells speak for, a launcher's record says `not measured in bf16; right in fp32`.
 
 [cells.json](../src/t5bench_ledger/data/cells.json) has every cell; [the README](../README.md#measure) says how to

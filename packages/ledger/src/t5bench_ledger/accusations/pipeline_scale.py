@@ -19,7 +19,6 @@ import torch
 from torch import distributed as dist
 from torch import multiprocessing
 
-MICRO_BATCHES = 4
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled for a minute
 
 
@@ -30,15 +29,16 @@ def train(rank: int, folder: str) -> None:
     for stage in (1, 0):
         torch.manual_seed(0)
         layers = [torch.nn.Linear(63, 5), torch.nn.Linear(5, 1)]
-        inputs = torch.randn(MICRO_BATCHES, 1, 63)
+        inputs = torch.randn(4, 1, 63)  # four micro-batches
         plain = copy.deepcopy(layers)
         plain[1](plain[0](inputs)).mean().backward()
         pipeline = {"num_stages": 2, "loss_fn": lambda output, _: output.mean(), "partition_method": "uniform"}
         model = deepspeed.pipe.PipelineModule(layers, **pipeline)
         config = {
             "train_micro_batch_size_per_gpu": 1,
-            "gradient_accumulation_steps": MICRO_BATCHES,
+            "gradient_accumulation_steps": 4,
             "gradient_clipping": 1e6,  # never clips
+            "steps_per_print": 100,  # some releases fail if it is not set
             "zero_optimization": {"stage": stage},
             "zero_allow_untested_optimizer": True,
         }
