@@ -49,7 +49,7 @@ def test_it_says_of_every_release_what_was_measured_and_nothing_of_others():
             "The gradient norm is off by 75 % from iteration 1 on.",
         ),
         ("#transformers/5.5.4/trainer%7Cequal%20targets", "yes", "Yes."),
-        ("#transformers/4.42.0/trainer%7Cbart", "", "Not tried."),
+        ("#torch/2.4.0/fsdp2%7Cbf16", "", "Not tried."),
         ("#torch/2.13.0/fsdp2%20tensor%7Cbf16", "noted", "It rounds more than asked."),
     ],
 )

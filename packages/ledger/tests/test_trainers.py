@@ -159,17 +159,16 @@ def test_the_page_has_every_release_of_the_trainers():
         assert {cell["beside"] for cell in own} == {beside}
 
 
-@pytest.mark.parametrize("library", ["transformers", "accelerate"])
-def test_every_published_release_was_tried_so_each_change_lies_between_neighbours(library):
+@pytest.mark.parametrize("strategy", [TRAINER, ACCELERATE])
+def test_every_published_release_was_tried_so_each_change_lies_between_neighbours(strategy):
     """What was tried and is not spoken of counts as not tried."""
+    library = library_of(strategy)
     spoken_of = tables.standing(tables.read(tables.CELLS))
-    for section in tables.of_trainers([cell for cell in spoken_of if library_of(cell["strategy"]) == library]):
-        for strategy, mode, row in tables.matrix(section.cells):
-            tried = [cell["release"] for cell in row if cell]
-            assert tried == list(published()[library]), (strategy, mode.name)
-        tried = tables.releases_of(section.cells)
-        for fault in tables.release_faults(section):
-            assert "not tried" not in " ".join(tables.fault_words(fault, tried)), fault
+    (section,) = tables.of_trainers([cell for cell in spoken_of if cell["strategy"] == strategy])
+    for _, mode, row in tables.matrix(section.cells):
+        assert [cell["release"] for cell in row if cell] == list(published()[library]), mode.name
+    for fault in tables.release_faults(section):
+        assert "not tried" not in " ".join(tables.fault_words(fault, tables.releases_of(section.cells))), fault
 
 
 def test_what_the_ledger_says_of_a_trainers_release(capsys):

@@ -120,11 +120,11 @@ CHANGES = (
     ),
     Change(
         (8279, 8280), "a parameter without elements at the end of a group has no partition", ("zero1", "zero2"),
-        first_right="0.19.5", verdict=DOES_NOT_RUN, shapes=("empty last",),
+        first_right="0.19.6", verdict=DOES_NOT_RUN, shapes=("empty last",),
     ),
     Change(
         (8297,), "a parameter without elements inside a partition cannot be mapped", ("zero1", "zero2"),
-        first_right="0.19.5", verdict=DOES_NOT_RUN, shapes=("empty inside",),
+        first_right="0.19.6", verdict=DOES_NOT_RUN, shapes=("empty inside",),
     ),
     Change(
         (988, 2103), "a recomputed layer that is used twice has its gradient reduced twice", ("zero2",),
