@@ -30,6 +30,9 @@ class Group:
     rows: Sequence[Row]
     verdict: str
     """Which is the fastest, in a sentence, if that is known; "" if no row has a time."""
+    taken: Row | None
+    """The fastest, or of those that cannot be told from it the one that the rule for ties names; None where the runs do
+    not say."""
 
 
 @dataclass(frozen=True)
@@ -333,12 +336,12 @@ def _not_shown(rows: Sequence[Row], baseline: str) -> list[str]:
 
 
 def _group(world_size: int, rows: Sequence[Row]) -> Group:
-    verdict = _fastest(world_size, rows) if any(row.repeats for row in rows) else ""
-    return Group(world_size, rows, verdict)
+    verdict, taken = _fastest(world_size, rows) if any(row.repeats for row in rows) else ("", None)
+    return Group(world_size, rows, verdict, taken)
 
 
-def _fastest(world_size: int, rows: Sequence[Row]) -> str:
-    """Which row is the fastest, if that is known; the table, the page and W&B use this sentence."""
+def _fastest(world_size: int, rows: Sequence[Row]) -> tuple[str, Row | None]:
+    """Which row is the fastest, if that is known: a sentence for the table, the page and W&B, and the row to take."""
     timed = {number: row.repeats for number, row in enumerate(rows) if row.repeats}
     number, ratios = against_the_fastest(timed)
     labels = [f"{row.label} *" if row.marks else row.label for row in rows]
@@ -346,18 +349,20 @@ def _fastest(world_size: int, rows: Sequence[Row]) -> str:
     start = f"{processes(world_size)}:"
     speed = f"{rows[number].samples_per_second.median:.4g} samples/s"
     if not ratios:
-        return f"{start} only {first} was timed: {speed}."
+        return f"{start} only {first} was timed: {speed}.", None
     if all(map(excludes_one, ratios.values())):
         after, faster = next(iter(ratios.items()))
         by = f"{faster.median:.2f}x [{faster.low:.2f}, {faster.high:.2f}]"
-        return f"{start} {first} is the fastest: {speed}, {by} that of {labels[after]}, the next."
+        return f"{start} {first} is the fastest: {speed}, {by} that of {labels[after]}, the next.", rows[number]
     unranked = ", ".join(labels[other] for other, faster in ratios.items() if faster.low is None)
     if unranked:
         needs = f"Run with REPEATS={FEWEST_REPEATS} to know"
-        return f"{start} {first} was fastest in this run ({speed}). {needs} whether that holds against {unranked}."
+        said = f"{start} {first} was fastest in this run ({speed}). {needs} whether that holds against {unranked}."
+        return said, None
     unclear = ", ".join(labels[other] for other, faster in ratios.items() if not excludes_one(faster))
     why = "the intervals of their ratios over the repeats include 1"
     tied = [number, *(other for other, faster in ratios.items() if not excludes_one(faster))]
     chosen = min(tied, key=lambda place: rows[place].place_in_a_tie)
     take = f"Of these, take the one with {TIES}: {labels[chosen]}"
-    return f"{start} there is no clear difference between {first} ({speed}) and {unclear}: {why}. {take}."
+    said = f"{start} there is no clear difference between {first} ({speed}) and {unclear}: {why}. {take}."
+    return said, rows[chosen]

@@ -220,6 +220,19 @@ def shown(comparison: Comparison, arguments: argparse.Namespace) -> str:
     return visible("\n".join([*lines, "", below] if lines else [below]), "\n")
 
 
+def to_start(comparison: Comparison) -> str:
+    """The command of each row that is to be taken, a line each. Its recipe is left out: the user has another."""
+    from t5bench.report.page import command
+
+    lines = []
+    for group in comparison.groups:
+        if group.taken:
+            words = command(group.taken.run, with_recipe=False)
+            where = ", on node 0" if group.taken.run.layout.nnodes > 1 else ""
+            lines.append(f"To train with {group.taken.label} and your own recipe{where}:\n  {words}\n")
+    return visible("".join(lines), "\n")
+
+
 def fitted(line: str, width: int) -> list[str]:
     """A title that is too long, in several lines."""
     return textwrap.wrap(line, width, subsequent_indent="  ", break_long_words=False) if len(line) > width else [line]
@@ -265,7 +278,7 @@ def run(arguments: argparse.Namespace) -> int:
     output = arguments.output or default_output(arguments.runs, comparison.runs)
     page = write(comparison, output)
     if arguments.format == "terminal":
-        print(f"{shown(comparison, arguments)}page: {page}")
+        print(f"{shown(comparison, arguments)}{to_start(comparison)}page: {page}")
     else:
         print(FORMATS[arguments.format](comparison), end="")
         print(f"page: {page}", file=sys.stderr)

@@ -22,6 +22,7 @@ from t5bench.profile.explain import Explanation
 from t5bench.profile.parts import DOING, PARTS, Profile, shares
 from t5bench.record.files import RecordError
 from t5bench.record.run import Run
+from t5bench.record.settings import OWN_RECIPE
 from t5bench.record.status import COMPLETE
 from t5bench.report import picture, tables
 from t5bench.report.drawing import drawings, styles
@@ -89,14 +90,18 @@ def _cell(column: tables.Column, row: Row) -> TableCell:
     return TableCell(text, detail, css_class, "" if order == text else order)
 
 
-def command(run: Run) -> str:
-    """What starts the run again: every setting that is not at its default, but for where this run was put."""
+def command(run: Run, *, with_recipe: bool = True) -> str:
+    """What starts the run again: every setting that is not at its default, but for where this run was put.
+
+    with_recipe: whether with its recipe and what watched it, too.
+    """
     plan = run.plan
     words = []
     for name, setting in plan.settings.items():
         is_chosen = not setting.is_default and setting.role != "label"
+        is_recipe = setting.role in ("recipe", "watch") or name in OWN_RECIPE
         # The run begins anew, and elsewhere.
-        if is_chosen and setting.value != plan.output_dir and name != "RESUME":
+        if is_chosen and setting.value != plan.output_dir and name != "RESUME" and (with_recipe or not is_recipe):
             words.append(f"{name}={shlex.quote(setting.value)}")
     words += ["bash", f"scripts/run_megatron_t5_{plan.strategy.name}.sh"]
     if run.layout.nnodes > 1:

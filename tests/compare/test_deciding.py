@@ -52,6 +52,20 @@ def test_of_rows_that_are_no_different_the_rule_for_ties_names_one(tmp_path: Pat
     assert "there is no clear difference" in verdict and verdict.endswith(f"take the one with {TIES}: {named}.")
 
 
+def test_the_comparison_ends_with_the_command_of_the_row_to_take(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Of a tie and of a winner; not where one run says nothing. The recipe was the comparison's, not the user's."""
+    times = {"tie": (EQUAL, "zero1"), "winner": ({"ddp": [100, 101, 99], "zero1": [50, 51, 49]}, "zero1")}
+    for name, (of_rows, taken) in times.items():
+        sweep_of(tmp_path / name, of_rows, {"ddp": [9000, 9000], "zero1": [4000, 4000], "zero2": [6000, 6000]})
+        assert program.main(["compare", str(tmp_path / name), "--output", str(tmp_path / "page")]) == 0
+        _, line, _ = capsys.readouterr().out.rstrip().rsplit("\n", 2)
+        assert line.endswith(f"bash scripts/run_megatron_t5_{taken}.sh") and "MODEL_PRESET" in line, line
+        assert "DROPOUT=" not in line and "TRAIN_ITERS=" not in line, line
+    sweep_of(tmp_path / "once", {"ddp": [100], "zero1": [50]})
+    assert program.main(["compare", str(tmp_path / "once"), "--output", str(tmp_path / "page")]) == 0
+    assert "To train with" not in capsys.readouterr().out
+
+
 def test_a_clear_winner_needs_no_rule(tmp_path: Path):
     verdict = compared(sweep_of(tmp_path, {"ddp": [100, 101, 99], "zero1": [50, 51, 49]})).verdicts[0]
     assert "zero1 is the fastest" in verdict and TIES not in verdict
