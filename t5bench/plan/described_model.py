@@ -41,10 +41,11 @@ LENGTHS = [name for name in SIZES if name.endswith("SEQ_LENGTH")]
 FOLLOWING = ("MODEL_FAMILY", *(name for name in SIZES if name not in LENGTHS))
 
 
-def described(value: str, directory: str, lengths: Mapping[str, int]) -> Architecture:
+def described(value: str, directory: str, lengths: Mapping[str, int], preset: str) -> Architecture:
     """The model of a value of MODEL. Raises Problem for one that is not read, or that the native engine cannot train.
 
-    directory: where a relative path begins. lengths: the settings of sequences' lengths that are given.
+    directory: where a relative path begins. lengths: the settings of sequences' lengths that are given. preset: a value
+    of MODEL_PRESET, for the others.
     """
     if value.lstrip().startswith("{"):
         content = _decoded(value, "MODEL")
@@ -59,7 +60,7 @@ def described(value: str, directory: str, lengths: Mapping[str, int]) -> Archite
         content = _decoded(read_text(path, REMEDY, MOST_BYTES), str(path))
     try:
         model = Architecture.of_description(content) if "kind" in content else architecture_of(content)
-        model = with_lengths(model, lengths)
+        model = with_lengths(model, lengths, preset)
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         found = f"{error} is missing" if isinstance(error, KeyError) else str(error)
         raise Problem(f"MODEL cannot be trained: {found}", REMEDY) from error
@@ -76,12 +77,13 @@ def _decoded(text: str, name: str) -> Mapping[str, Any]:
     return content
 
 
-def with_lengths(model: Architecture, given: Mapping[str, int]) -> Architecture:
-    """The model with the lengths that are given, else the usual ones of its family, or the most that it takes.
+def with_lengths(model: Architecture, given: Mapping[str, int], preset: str) -> Architecture:
+    """The model with the lengths that are given, else those of its family's preset, or the most that it takes.
 
     Raises ValueError for a part that the engine lacks, or for lengths that the model does not take.
     """
-    usual = MODEL_FAMILIES[model.family].presets[DEFAULT_PRESET]
+    presets = MODEL_FAMILIES[model.family].presets
+    usual = presets.get(preset, presets[DEFAULT_PRESET])
     lengths = {name: given.get(name, usual[name]) for name in usual if name.endswith("SEQ_LENGTH")}
     if model.family == "t5":
         encoder_length = lengths["ENCODER_SEQ_LENGTH"]
@@ -116,7 +118,7 @@ def with_model(environ: Mapping[str, str], directory: str) -> dict[str, str]:
     for name in LENGTHS:
         if environ.get(name, "").isdecimal():
             lengths[name] = int(environ[name])
-    model = described(environ["MODEL"], directory, lengths)
+    model = described(environ["MODEL"], directory, lengths, environ.get("MODEL_PRESET", ""))
     follows = {"MODEL_FAMILY": model.family, **sizes_of(model)}
     for name, value in follows.items():
         found = environ.get(name)

@@ -1,5 +1,7 @@
 """The settings of the scripts that are not launchers, by the script's name."""
 
+import hashlib
+import json
 import time
 from collections.abc import Mapping, Sequence
 
@@ -36,7 +38,7 @@ SCRIPTS: Mapping[str, Sequence[Declaration]] = {
     "quickstart": (
         _setting("ENGINE", OneOf(("native", "megatron")), "native", "native (the engine in native/, from Python packages alone) or megatron (scripts/setup_megatron.sh first)"),
         _setting("TRAIN_ITERS", Integer(1), "12", "Iterations of each strategy"),
-        _setting("RUNS_DIR", FilePath(), "{repository}/outputs/quickstart/{family_prefix}{engine}", "Directory of the runs; complete runs in it are not repeated"),
+        _setting("RUNS_DIR", FilePath(), "{repository}/outputs/quickstart/{model_prefix}{engine}", "Directory of the runs; complete runs in it are not repeated"),
     ),
     "run_megatron_t5_all": (
         _setting("STRATEGIES", _OPTIONAL_TEXT, "", "Strategies to run, separated by spaces (unset: all); zero1-tp2-mb4 is zero1 with TENSOR_PARALLEL_SIZE=2 and MICRO_BATCH_SIZE=4"),
@@ -105,10 +107,20 @@ SCRIPTS: Mapping[str, Sequence[Declaration]] = {
 # fmt: on
 
 
+def prefix_of_model(description: str) -> str:
+    """What precedes names where several models have a place each: a model's kind, and a checksum of its description;
+    "" without one."""
+    if not description:
+        return ""
+    kind = json.loads(description)["kind"]
+    return f"{kind}-{hashlib.sha256(description.encode()).hexdigest()[:6]}-"
+
+
 def script_defaults(script: str, environ: Mapping[str, str]) -> dict[str, str]:
     """The defaults of a script's settings."""
     family = environ.get("MODEL_FAMILY", DEFAULT_FAMILY)
     words = default_paths(family if family in MODEL_FAMILIES else DEFAULT_FAMILY)
+    words["model_prefix"] = prefix_of_model(environ.get("MODEL", "")) or words["family_prefix"]
     words |= {"now": time.strftime("%Y%m%d-%H%M%S"), "engine": environ.get("ENGINE") or "native"}
     return {declaration.name: declaration.default.format(**words) for declaration in SCRIPTS[script]}
 

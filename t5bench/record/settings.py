@@ -359,7 +359,7 @@ TABLE: Sequence[Declaration] = (
     Declaration("LR_WARMUP_ITERS", Integer(0), "recipe", "--lr-warmup-iters", "0", "Iterations of linear warm-up"),
     Declaration("LR_DECAY_ITERS", _OPTIONAL_WHOLE, "recipe", "--lr-decay-iters", "", "Iterations until the learning rate is MIN_LR (unset: TRAIN_ITERS)"),
     Declaration("WEIGHT_DECAY", Decimal(), "recipe", "--weight-decay", "0.01", "AdamW weight decay"),
-    Declaration("CLIP_GRAD", Decimal(), "recipe", "--clip-grad", "1.0", "Gradient-norm clipping"),
+    Declaration("CLIP_GRAD", Decimal(), "recipe", "--clip-grad", "1.0", "Gradient-norm clipping (a sweep also takes among: a number among DDP's own norms)"),
     Declaration("SEED", Integer(1, why=WHY_NO_SEED_0), "recipe", "--seed", "1234", "Seed of weights, data order and dropout"),
     Declaration("LOG_INTERVAL", Integer(1), "recipe", "--log-interval", "20", "Iterations between log lines; each shows the mean loss since the previous one"),
 

@@ -396,13 +396,17 @@ def name_of_row(strategy: str, processes: int | None) -> str:
     return f"{strategy}-{processes}" if processes else strategy
 
 
+def plans_of(launch: Launch, runs_dir: Path, rows: Sequence[PlannedRun]) -> list[Plan]:
+    with ThreadPoolExecutor(PLANNING_THREADS) as threads:
+        return list(threads.map(lambda row: launch.ask(row, runs_dir / "plan"), rows))
+
+
 def plan_runs(
     launch: Launch, runs_dir: Path, strategies: Iterable[str], processes: int | None = None
 ) -> list[PlannedRun]:
     """A row for each strategy that can run; for each reason, says once which strategies cannot."""
     wanted = [PlannedRun(name_of_row(strategy, processes), strategy, processes) for strategy in strategies]
-    with ThreadPoolExecutor(PLANNING_THREADS) as threads:
-        plans = list(threads.map(lambda row: launch.ask(row, runs_dir / "plan"), wanted))
+    plans = plans_of(launch, runs_dir, wanted)
     rows: list[PlannedRun] = []
     blocked: dict[tuple[str, str], list[str]] = {}  # the names of the rows, by the obstacle and its remedy
     for row, planned in zip(wanted, map(launchers.accepted, plans), strict=True):

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeAlias
 
 from t5bench import Problem, note
 from t5bench.compare.rows import Row, make_row
@@ -24,6 +25,8 @@ BEST = "best"
 TRIALS = ".micro-batches"  # hidden, so that no comparison takes these runs for its own
 TRIAL_ITERATIONS = 25  # of which 20 are warm-up
 SETTING = BY_NAME["MICRO_BATCH_SIZE"]
+MakeRun: TypeAlias = Callable[[Launch, Path, PlannedRun], None]
+"""Makes one run, unless it is complete. Raises Problem and Interrupted."""
 
 
 @dataclass(frozen=True)
@@ -145,12 +148,10 @@ def best_rows(
     asked: AskedSizes,
     runs_dir: Path,
     over_ssh: bool,
-    make_run: Callable[[Launch, Path, PlannedRun], None],
+    make_run: MakeRun,
 ) -> list[PlannedRun]:
-    """Each row at its best size, where that is not the size it has; those that say a size keep it. Raises Problem.
-
-    make_run: makes one run, unless it is complete. Raises Interrupted.
-    """
+    """Each row at its best size, where that is not the size it has; those that say a size keep it. Raises Problem and
+    Interrupted."""
     iterations = min(TRIAL_ITERATIONS, int(os.environ.get("TRAIN_ITERS") or TRIAL_ITERATIONS))
     changes = {"TRAIN_ITERS": str(iterations), "LR_WARMUP_ITERS": "0", "RAMPUP_BATCH_SIZE": "", "LOG_INTERVAL": "1"}
     launch = Launch({**UNWATCHED, **changes, "MICRO_BATCH_SIZE": asked.first}, over_ssh)
@@ -178,9 +179,7 @@ def at_size(row: PlannedRun, size: int) -> PlannedRun:
     return PlannedRun(name_of_row(strategy, row.processes), strategy, row.processes)
 
 
-def tried(
-    launch: Launch, row: PlannedRun, runs_dir: Path, make_run: Callable[[Launch, Path, PlannedRun], None]
-) -> Trial:
+def tried(launch: Launch, row: PlannedRun, runs_dir: Path, make_run: MakeRun) -> Trial:
     """A short run. Raises Problem and Interrupted."""
     directory = runs_dir / row.name
     planned = launch.ask(row, runs_dir.parent / "plan")  # not where it may have run already

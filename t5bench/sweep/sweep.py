@@ -31,9 +31,10 @@ from t5bench.record.plan import Plan
 from t5bench.record.records import load, looks_like_run, read_list, read_metrics, write_list
 from t5bench.record.settings import BY_NAME, OWN_RECIPE
 from t5bench.record.status import COMPLETE, CONFIGURATION, EXIT_CODES
+from t5bench.sweep.clipping import AMONG, clip_of_sweep
 from t5bench.sweep.duration import how_long
-from t5bench.sweep.launch import UNWATCHED, Launch, PlannedRun, Started, choose, plan_baselines, plan_runs
-from t5bench.sweep.micro_batches import TRIALS, also_at, asked_sizes, best_rows, planned_trials
+from t5bench.sweep.launch import UNWATCHED, Launch, PlannedRun, Started, choose, plan_baselines, plan_runs, plans_of
+from t5bench.sweep.micro_batches import TRIALS, AskedSizes, also_at, asked_sizes, best_rows, planned_trials
 from t5bench.sweep.order import balanced_orders
 from t5bench.text import steer
 from t5bench.unread import never_wait, wait_for_readers
@@ -50,9 +51,14 @@ def run(args: argparse.Namespace) -> int:
     """Raises Problem if nothing can run."""
     never_wait("stdout", "stderr")  # nor the next run
     raise_on_signals()
-    group = os.environ.get("WANDB_RUN_GROUP") or args.runs_dir.name
+    over_ssh = args.launch == "ssh"
     asked = asked_sizes(os.environ.get("MICRO_BATCH_SIZE", ""))
-    launch = Launch({"WANDB_RUN_GROUP": group, "MICRO_BATCH_SIZE": asked.first}, over_ssh=args.launch == "ssh")
+    group = os.environ.get("WANDB_RUN_GROUP") or args.runs_dir.name
+    settings = {"WANDB_RUN_GROUP": group, "MICRO_BATCH_SIZE": asked.first}
+    wants_clip_among = os.environ.get("CLIP_GRAD") == AMONG
+    if wants_clip_among:
+        os.environ["CLIP_GRAD"] = BY_NAME["CLIP_GRAD"].default  # until DDP has shown its norms
+    launch = Launch(settings, over_ssh)
     recipe = asked_recipe(args.recipe)
     names = args.strategies.split()
     rows = plan_runs(launch, args.runs_dir, choose(names))
@@ -61,22 +67,19 @@ def run(args: argparse.Namespace) -> int:
     rows += plan_baselines(launch, args.runs_dir, rows)
     if not rows:
         raise Problem("no strategy can run here", "The reasons are above")
-    of_all = rows if asked.sizes else []  # beside each one's best
-    of_all = [*of_all, *also_at(asked.sizes[1:], launch, args.runs_dir, rows)]
+    if args.dry_run:
+        show(args, rows, rows_of_all(rows, asked, launch, args.runs_dir), asked, wants_clip_among)
+        return 0
+    hold(args.runs_dir)
+    if wants_clip_among:
+        os.environ["CLIP_GRAD"] = clip_of_sweep(settings, args.runs_dir, over_ssh, make_trial)
+        launch = Launch(settings, over_ssh)
+        plans = map(launchers.accepted, plans_of(launch, args.runs_dir, rows))
+        rows = [replace(row, plan=plan) for row, plan in zip(rows, plans, strict=True)]
+    of_all = rows_of_all(rows, asked, launch, args.runs_dir)
     runs = in_order(of_all, args.repeats, args.runs_dir)
     check_settings(runs)
-    if args.dry_run:
-        for line in planned_trials(rows) if asked.wants_best else []:
-            print(line)
-        for directory in runs:
-            print("complete " if is_complete(directory) else "run      ", directory)
-        tell_duration(runs, args.runs_dir)
-        return 0
-    with writing_to(args.runs_dir):
-        run_lock.take(args.runs_dir, "sweep", os.getpid())
-    run_lock.keep(args.runs_dir, "sweep")
     if asked.wants_best:
-        over_ssh = args.launch == "ssh"
         of_all += best_rows(rows, asked, args.runs_dir, over_ssh, make_trial)
         runs = in_order(of_all, args.repeats, args.runs_dir)
         check_settings(runs)
@@ -96,6 +99,38 @@ def run(args: argparse.Namespace) -> int:
     status = compare(list(runs), args.runs_dir)
     # A node that waited for a refusing one may have left a record, but nothing was trained.
     return status if began else EXIT_CODES[CONFIGURATION]
+
+
+def rows_of_all(rows: Sequence[PlannedRun], asked: AskedSizes, launch: Launch, runs_dir: Path) -> list[PlannedRun]:
+    """The rows at each size that is asked of all; none where each only runs at its best."""
+    return [*(rows if asked.sizes else []), *also_at(asked.sizes[1:], launch, runs_dir, rows)]
+
+
+def show(
+    args: argparse.Namespace,
+    rows: Sequence[PlannedRun],
+    of_all: Sequence[PlannedRun],
+    asked: AskedSizes,
+    wants_clip_among: bool,
+) -> None:
+    """For a dry run: the short runs that come first, and all others. Raises Problem."""
+    runs = in_order(of_all, args.repeats, args.runs_dir)
+    if wants_clip_among:
+        print("CLIP_GRAD: a number among the gradient norms of short runs of DDP")
+    else:
+        check_settings(runs)
+    for line in planned_trials(rows) if asked.wants_best else []:
+        print(line)
+    for directory in runs:
+        print("complete " if is_complete(directory) else "run      ", directory)
+    tell_duration(runs, args.runs_dir)
+
+
+def hold(runs_dir: Path) -> None:
+    """Raises Problem if another sweep has it, or nothing can be written there."""
+    with writing_to(runs_dir):
+        run_lock.take(runs_dir, "sweep", os.getpid())
+    run_lock.keep(runs_dir, "sweep")
 
 
 @contextlib.contextmanager

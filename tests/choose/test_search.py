@@ -20,6 +20,7 @@ from t5bench.choose.search.next_run import Option, Search, SearchRun, Standing
 from t5bench.choose.search.runs import Runner, SearchState
 from t5bench.costmodel.job import Architecture, Job, Parallel
 from t5bench.plan.planner import plan
+from t5bench.sweep import clipping
 from t5bench.sweep.launch import BASELINE
 from t5bench_evidence import grid
 
@@ -107,9 +108,8 @@ class NothingRuns:
 
 def searched(runner: NothingRuns, monkeypatch: pytest.MonkeyPatch) -> Standing:
     """Among three layouts, which may all run."""
-    monkeypatch.setattr(parity, "settings_of", lambda candidate: {})
+    monkeypatch.setattr(parity, "settings_of", lambda candidate: {"CLIP_GRAD": "1.3"})
     monkeypatch.setattr(parity, "verdict", lambda named, baseline: "")
-    monkeypatch.setattr(parity, "norms_of", lambda baseline: [])
     cells = {str(number): cell for number, cell in enumerate(grid.read()[:3])}
     candidates = {
         name: SimpleNamespace(title=f"layout {name}", strategy="zero1", job=cell.job, settings=lambda: {})
@@ -143,7 +143,7 @@ def test_the_check_clips_some_of_ddps_iterations_and_not_all(
         return ""
 
     monkeypatch.setattr(parity, "settings_of", lambda candidate: {"CLIP_GRAD": "1.3"})
-    monkeypatch.setattr(parity, "norms_of", lambda baseline: norms)
+    monkeypatch.setattr(clipping, "norms_of", lambda baseline: norms)
     monkeypatch.setattr(parity, "verdict", lambda named, baseline: f"compared with {baseline.name}")
     candidate = SimpleNamespace(strategy="zero1", settings=dict, job=SimpleNamespace(parallel=SimpleNamespace(world=2)))
     said = parity.fault_of("a", candidate, SimpleNamespace(runs_dir=tmp_path, train=train))

@@ -15,6 +15,7 @@ from t5bench.costmodel.job import Architecture
 from t5bench.costmodel.published import PUBLISHED
 from t5bench.plan.described_model import with_model
 from t5bench.plan.planner import plan
+from t5bench.plan.scripts import script_defaults
 
 LLAMA = {
     "model_type": "llama", "num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 4,
@@ -44,6 +45,21 @@ def test_a_plan_has_the_models_sizes(tmp_path: Path):
     assert (model.kind, model.kv_heads, model.padded_vocabulary, model.decoder_length) == ("llama", 2, 4400, 64)
     assert planned.value("HIDDEN_SIZE") == "64" and "HIDDEN_SIZE" not in planned.chosen
     assert Path(planned.program[-1]).name == "pretrain_gpt.py"
+
+
+def test_a_preset_has_lengths_for_it_too(tmp_path: Path):
+    planned = plan(environment(MODEL=str(written(tmp_path)), MODEL_PRESET="tiny"), "ddp")
+    assert (planned.value("SEQ_LENGTH"), planned.value("HIDDEN_SIZE")) == ("128", "64")
+
+
+def test_the_quick_start_has_a_place_for_each_model(tmp_path: Path):
+    """So that a second one does not meet the first one's runs."""
+    places = set()
+    for words in (4400, 4401):
+        model = with_model({"MODEL": str(written(tmp_path, vocab_size=words))}, "/")
+        places.add(script_defaults("quickstart", model)["RUNS_DIR"])
+    places |= {script_defaults("quickstart", {"MODEL_FAMILY": family})["RUNS_DIR"] for family in ("t5", "gpt")}
+    assert len(places) == 4, places
 
 
 def test_a_launcher_takes_it_from_where_it_is_typed_and_twice(tmp_path: Path):

@@ -177,6 +177,31 @@ def test_each_strategy_also_runs_at_its_best_micro_batch_and_the_fastest_with_an
     assert re.search(r"^best of ddp: from micro-batch \d, of 1 2 4 8$", planned, re.MULTILINE)
 
 
+def test_gradients_are_clipped_to_a_number_among_ddps_own_norms(sweep: Project):
+    """Which its short runs tell, so that no recipe for another model is needed. The same command repeats none."""
+    norms = "grad norm: $((4 + done % 2)).0 |"
+    sweep.add_stub("torchrun", (sweep.stubs / "torchrun").read_text().replace("grad norm: 1.5 |", norms))
+    asked = {"STRATEGIES": "ddp zero1", "CLIP_GRAD": "among", "WANDB_MODE": "disabled", "LOG_INTERVAL": "1"}
+    planned = run_all(sweep, "--dry-run", **asked)
+    assert planned.stdout.startswith("CLIP_GRAD: a number among the gradient norms of short runs of DDP\nrun "), planned
+    result = run_all(sweep, **asked)
+    assert result.returncode == 0, result.stderr
+    assert "DDP's gradient norms are 4 to 5: once more with CLIP_GRAD=4.47\n" in result.stderr
+    runs = sweep.root / "outputs" / "all"
+    assert {load(runs / "repeat1" / name).plan.value("CLIP_GRAD") for name in ("ddp", "zero1")} == {"4.47"}
+    trials = {path.name: load(path).plan for path in (runs / ".clipping").iterdir()}
+    assert {name: plan.value("CLIP_GRAD") for name, plan in trials.items()} == {
+        "ddp-clip-1.0": "1.0",
+        "ddp-clip-4.47": "4.47",
+    }
+    settings = {(plan.value("TRAIN_ITERS"), plan.value("LR_DECAY_ITERS")) for plan in trials.values()}
+    assert settings == {("10", "1000")}, "the beginning of the run of 1,000 iterations"
+    count = len((sweep.stubs / "order").read_text().splitlines())
+    again = run_all(sweep, **asked)
+    assert again.returncode == 0 and "CLIP_GRAD=4.47\n" in again.stderr
+    assert len((sweep.stubs / "order").read_text().splitlines()) == count == 4
+
+
 def test_a_refused_run_is_the_only_one_missing_from_the_comparison(sweep: Project):
     add_to_torchrun(sweep, f"[[ $* != */zero1/* ]] || rm {shlex.quote(str(sweep.data_prefix))}.idx")
     result = run_all(sweep, STRATEGIES="ddp zero1 zero2", RETRIES="0")

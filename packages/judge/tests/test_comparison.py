@@ -10,7 +10,16 @@ import pytest
 
 from training_comparison.curves import MEASURED_STEPS, TOLERANCE, Curves, compare
 from training_comparison.likely import ANOTHER_SCALE, PARTS, SUM_OF_GRADIENTS, WRONG_NORM, likely
-from training_comparison.verdict import DIFFERENT, EQUAL, NOT_SHOWN, BlindSpot, hidden_by_recipe, verdict_on
+from training_comparison.verdict import (
+    DIFFERENT,
+    EQUAL,
+    NOT_SHOWN,
+    BlindSpot,
+    clip_among,
+    clips_some,
+    hidden_by_recipe,
+    verdict_on,
+)
 
 CLIP = 4.0
 PARAMETERS = 6
@@ -104,4 +113,6 @@ def test_equal_curves_that_would_hide_a_mistake_are_not_shown():
     assert not hidden_by_recipe(norms, CLIP, 2)
     assert [spot.what for spot in hidden_by_recipe(norms, 0.0, 1)] == ["CLIP_GRAD", "one micro-batch"]
     assert "clips the gradients of every iteration" in hidden_by_recipe(norms, 0.1, 2)[0].sentence
+    close = [4.0001, 4.0002, 4.0003]
+    assert clips_some(close, float(clip_among(close))), "in more digits than usual"
     assert "near 1, which all of them are" in hidden_by_recipe([1.0, 1.0], 2.0, 2)[0].sentence

@@ -1,19 +1,17 @@
 """Whether the layout that a search names trains as DDP does: both train a small model, and the gate compares them."""
 
-import math
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from t5bench import Problem, note
+from t5bench import Problem
 from t5bench.choose.search.runs import Runner
 from t5bench.choose.space import Candidate
 from t5bench.costmodel.job import Architecture, Parallel
 from t5bench.plan.described_model import sizes_of
 from t5bench.plan.families import FAMILIES
 from t5bench.plan.scripts import script_defaults
-from t5bench.record.records import load
 from t5bench.record.settings import MODEL_FAMILIES
+from t5bench.sweep.clipping import with_clip_among
 from t5bench.sweep.launch import BASELINE
 from t5bench.sweep.parity_check import ARGUMENTS
 from t5bench.sweep.sweep import t5bench
@@ -73,37 +71,20 @@ def fault_of(name: str, candidate: Candidate, runner: Runner) -> str:
     folder = runner.runs_dir / "parity" / name
     world = candidate.job.parallel.world
 
-    def train_ddp(baseline: Path) -> Path:
-        reason = runner.train(baseline, BASELINE, world, common | of_ddp, ARGUMENTS)
+    def train_ddp(clip: str) -> Path:
+        baseline = folder / (BASELINE if clip == common["CLIP_GRAD"] else f"{BASELINE}-clip-{clip}")
+        reason = runner.train(baseline, BASELINE, world, common | of_ddp | {"CLIP_GRAD": clip}, ARGUMENTS)
         if reason:
             raise Problem(f"DDP, with which layouts are compared, failed: {reason}", f"Its log is in {baseline}")
         return baseline
 
-    baseline = train_ddp(folder / BASELINE)
-    clip = clipping_among(norms_of(baseline), common.get("CLIP_GRAD", "0"))
-    if clip != common.get("CLIP_GRAD", "0"):
-        note(f"DDP's gradient norms lie elsewhere in this model: once more with CLIP_GRAD={clip}, which is among them")
-        common["CLIP_GRAD"] = clip
-        baseline = train_ddp(folder / f"{BASELINE}-clip-{clip}")
+    clip, baseline = with_clip_among(train_ddp, common["CLIP_GRAD"])
+    common["CLIP_GRAD"] = clip
     named = folder / "named"
     reason = runner.train(named, candidate.strategy, world, common | of_layout, ARGUMENTS)
     if reason:
         return reason
     return verdict(named, baseline)
-
-
-def norms_of(directory: Path) -> list[float]:
-    """Of a run's gradients, before clipping; none that is not finite."""
-    norms = (iteration.grad_norm for iteration in load(directory).iterations)
-    return [norm for norm in norms if norm is not None and math.isfinite(norm)]
-
-
-def clipping_among(norms: Sequence[float], clip: str) -> str:
-    """The norm to which only some iterations are clipped, so that a wrong scale shows: `clip` where it is one, else
-    one between the smallest and the largest of DDP's norms."""
-    if len(set(norms)) < 2 or min(norms) < float(clip) < max(norms):
-        return clip
-    return f"{(min(norms) * max(norms)) ** 0.5:.3g}"
 
 
 def verdict(named: Path, baseline: Path) -> str:

@@ -13,6 +13,7 @@ NOT_SHOWN = "not shown"
 # Of a program that compares two trainings; 0 where they are equal.
 EXIT_DIFFERENT = 1
 EXIT_NOT_SHOWN = 3
+MOST_DIGITS = 17  # of a double
 
 
 class BlindSpot(NamedTuple):
@@ -55,14 +56,28 @@ def drift(comparison: ComparedCurves) -> BlindSpot:
     )
 
 
+def clips_some(norms: Sequence[float], clip: float) -> bool:
+    """Whether gradients of these norms are clipped in some steps and not in others, so that a wrong scale shows."""
+    return min(norms) < clip < max(norms)
+
+
+def clip_among(norms: Sequence[float]) -> str:
+    """A number between the smallest and the largest of these norms, which differ, in as few digits as that takes."""
+    middle = (min(norms) * max(norms)) ** 0.5
+    digits = 3
+    while not clips_some(norms, float(f"{middle:.{digits}g}")) and digits < MOST_DIGITS:
+        digits += 1
+    return f"{middle:.{digits}g}"
+
+
 def hidden_by_recipe(norms: Iterable[float], clip: float, micro_batches: int) -> list[BlindSpot]:
     """What a training's recipe hides. norms: of its gradients before clipping. clip: 0 if nothing is clipped."""
     found = []
     of_steps = list(norms)
     lowest, highest = min(of_steps), max(of_steps)
-    if not lowest < clip < highest:
+    if not clips_some(of_steps, clip):
         where = "no" if clip >= highest or not clip else "every"
-        between = f"between {lowest:.4g} and {highest:.4g}, for example {(lowest * highest) ** 0.5:.3g}"
+        between = f"between {lowest:.4g} and {highest:.4g}, for example {clip_among(of_steps)}"
         if lowest == highest:
             between = f"near {lowest:.4g}, which all of them are, and log every iteration"
         found.append(
