@@ -1,6 +1,7 @@
 """What a run finds on its node: data, tokenizer, attention kernels and W&B."""
 
 import contextlib
+import json
 import math
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -30,9 +31,20 @@ def check_data(draft: Draft, tokenizer: str) -> str:
             if lacking:
                 draft.lack("validation", str(lacking), lacking.remedy)
         _check_tokenizer(draft, prefix, tokenizer)
+        _check_vocabulary(draft, prefix)
     except Problem as problem:
         draft.lack("data", str(problem), problem.remedy)
     return prefix
+
+
+def _check_vocabulary(draft: Draft, prefix: str) -> None:
+    """A tokenizer with more words than MODEL has rows, which the engine would refuse once every process has begun."""
+    words = read_record(Path(prefix)).get("vocabulary")
+    model = draft.value("MODEL")
+    rows = json.loads(model)["padded_vocabulary"] if model else None
+    if isinstance(words, int) and rows and words > rows:
+        found = f"the data's tokenizer has {words} words, and the model has rows for {rows}"
+        draft.lack("vocabulary", found, "Prepare the data with the model's own tokenizer: TOKENIZER_MODEL")
 
 
 def _check_decoder_length(draft: Draft, index: Index) -> None:

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 from real_runs import environment
-from support import REPO_ROOT
+from support import REPO_ROOT, write_indexed_dataset
 
 from t5bench import Problem
+from t5bench.corpus.index import write_record
 from t5bench.costmodel.job import Architecture
 from t5bench.costmodel.published import PUBLISHED
 from t5bench.plan.described_model import with_model
@@ -50,6 +51,19 @@ def test_a_plan_has_the_models_sizes(tmp_path: Path):
 def test_a_preset_has_lengths_for_it_too(tmp_path: Path):
     planned = plan(environment(MODEL=str(written(tmp_path)), MODEL_PRESET="tiny"), "ddp")
     assert (planned.value("SEQ_LENGTH"), planned.value("HIDDEN_SIZE")) == ("128", "64")
+
+
+@pytest.mark.parametrize(("words", "fits"), [(4400, True), (4401, False)])
+def test_a_tokenizer_with_more_words_than_the_model_has_rows_is_said_before_anything_runs(
+    tmp_path: Path, words: int, fits: bool
+):
+    (tmp_path / "data").mkdir()
+    write_indexed_dataset(tmp_path / "data" / "xsum_text_document", [[1, 2, 3]])
+    write_record(tmp_path / "data" / "xsum_text_document", {"source": "a test", "vocabulary": words})
+    settings = {"MODEL": str(written(tmp_path)), "SEQ_LENGTH": "64", "MEGATRON_DATA_DIR": str(tmp_path / "data")}
+    found = [obstacle.found for obstacle in plan(environment(**settings), "ddp").obstacles]
+    said = f"the data's tokenizer has {words} words, and the model has rows for 4400"
+    assert (said in found) != fits, found
 
 
 def test_the_quick_start_has_a_place_for_each_model(tmp_path: Path):
