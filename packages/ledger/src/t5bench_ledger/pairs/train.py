@@ -12,6 +12,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -208,6 +209,16 @@ def deepspeed_json(case: Case) -> dict[str, Any]:
     return config
 
 
+def begin_as_plain(model: nn.Module, case: Case) -> None:
+    """zero.Init draws a model's first weights in fp16 or bf16, which gives others than in fp32."""
+    import deepspeed
+
+    for parameter, first in zip(model.parameters(), Model(case).parameters(), strict=True):
+        with deepspeed.zero.GatheredParameters(parameter, modifier_rank=0), torch.no_grad():
+            if dist.get_rank() == 0:
+                parameter.copy_(first)
+
+
 def make_engine(case: Case, config: dict[str, Any]) -> Any:
     import deepspeed
 
@@ -215,12 +226,15 @@ def make_engine(case: Case, config: dict[str, Any]) -> Any:
         if "zero.Init" in case.choices:
             stack.enter_context(deepspeed.zero.Init(config_dict_or_path=config))
         model = Model(case)
+    if "zero.Init" in case.choices:
+        begin_as_plain(model, case)
     grouped = groups(case, trained(model))
     optimizer = None
     if "optimizer in the JSON" not in case.choices:
         kind, options = optimizer_class(case)
         optimizer = kind(grouped, **options)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, model_parameters=grouped)
+    own = deepcopy(config)  # some releases take out of it what they have read
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=own, model_parameters=grouped)
     return engine
 
 
