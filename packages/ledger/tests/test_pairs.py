@@ -4,6 +4,7 @@ import argparse
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -86,6 +87,7 @@ def test_a_reduction_that_is_interrupted_trains_nothing_more(error: BaseExceptio
         ("value = found[6]", "KeyError: 6", False),
         ("work.wait()", "RuntimeError: Output 0 of Split is a view and is being modified inplace.", False),
         ("_engine_run_backward(", "RuntimeError: expect_autograd_hooks_ INTERNAL ASSERT FAILED at x", False),
+        ("self.config = Config(", "ValidationError: 1 validation error for DeepSpeedZeroConfig", True),
         ("self.reducer.prepare()", "RuntimeError: Expected to have finished reduction in the prior iteration", True),
     ],
 )
@@ -111,6 +113,16 @@ def test_the_code_of_a_pair_is_that_of_its_library(library: str, monkeypatch: py
     measure.code_digest.cache_clear()
     assert changed[library] != before
     assert all(changed[each] == measure.code_digest(each) for each in others)
+
+
+def test_a_finding_that_is_not_found_again_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    worker = SimpleNamespace(versions={"deepspeed": "0.19.8", "torch": "2.13.0", "python": "3.11"})
+    monkeypatch.setattr(measure, "Worker", lambda *_: worker)
+    answers = iter([measure.Trial("wrong", "loss of iteration 5", 1.0), measure.Trial("equal", "", 1.0)])
+    monkeypatch.setattr(measure.Fuzzer, "attempt", lambda self, case: next(answers))
+    pair = measure.Fuzzer(measure.Subject("deepspeed", ""), tmp_path, []).pair(1, 0, "code")
+    assert (pair.verdict, pair.said) == ("wrong", "loss of iteration 5; not in a second try")
+    assert Case(**pair.smallest) == drawn(1, 0, "deepspeed")
 
 
 def test_releases_are_named_by_their_library():

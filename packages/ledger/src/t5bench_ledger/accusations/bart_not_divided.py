@@ -3,10 +3,12 @@
 Library: transformers
 Strategies: trainer
 Modes: bart
+Pairs: trainer on one process, model=bart
 Promised: gradient_accumulation_steps "simulates larger batch sizes without additional memory": a batch in four parts
 trains what the batch trains at once.
 Not by design: the model divides its loss on its own, and the Trainer takes it for one that uses num_items_in_batch.
 Other models of the library set accepts_loss_kwargs = False for this reason.
+Reported: transformers#47688, which is open.
 Today: set type(model).accepts_loss_kwargs = False before the Trainer is made.
 """
 

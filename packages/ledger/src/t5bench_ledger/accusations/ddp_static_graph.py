@@ -1,7 +1,7 @@
 """DDP with static_graph=True ends in an internal assertion when the first step accumulates under no_sync().
 
 Library: torch
-Pairs: ddp, static_graph=True
+Pairs: ddp, static_graph=True; accelerate, static_graph=True; trainer, ddp_static_graph=True
 Promised: no_sync(): "Within this context, gradients will be accumulated on module variables, which will later be
 synchronized in the first forward-backward pass exiting the context."
 Not by design: the message asks to "please report a bug to PyTorch".

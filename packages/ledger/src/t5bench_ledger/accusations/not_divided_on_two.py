@@ -3,9 +3,11 @@
 Library: transformers
 Strategies: trainer
 Modes: encoder-decoder, bart, classifier
+Pairs: trainer, model=t5; trainer, model=bart; trainer, model=classifier
 Promised: gradient_accumulation_steps "simulates larger batch sizes without additional memory", and two processes train
 what one trains on the samples of both.
 Not by design: as in t5_not_divided; and since average_tokens_across_devices is true, the processes are multiplied too.
+Reported: transformers#47688, which is open.
 Today: set type(model).accepts_loss_kwargs = False before the Trainer is made.
 """
 

@@ -3,9 +3,11 @@
 Library: deepspeed
 Strategies: zero1, zero2
 Modes: scattered gradients
+Pairs: zero1, contiguous_gradients=False; zero2, contiguous_gradients=False
 Promised: contiguous_gradients "copies the gradients to a contiguous buffer as they are produced. Avoids memory
 fragmentation during backward pass": the same gradients, in other memory.
 Not by design: deepspeed#8382 mends it in 0.19.8.
+Reported: deepspeed#8382 mends it in 0.19.8.
 Today: leave contiguous_gradients out; it is on by default.
 """
 

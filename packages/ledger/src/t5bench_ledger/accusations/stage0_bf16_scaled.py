@@ -3,9 +3,11 @@
 Library: deepspeed
 Strategies: stage 0
 Modes: bf16
+Pairs: zero0, precision=bf16
 Promised: gradient_accumulation_steps is the "number of training steps to accumulate gradients before averaging and
 applying them".
 Not by design: deepspeed#7839 mends it in 0.18.6.
+Reported: deepspeed#7839 mends it in 0.18.6.
 Today: take 0.18.6 or a later release.
 """
 

@@ -4,9 +4,11 @@ Library: deepspeed
 Strategies: zero2
 Modes: fp32, bf16, resume, three processes, four processes, clipping unset, fp32 accumulation, used once,
   used twice, several backward passes, saving
+Pairs: zero2
 Promised: gradient_accumulation_steps is the "number of training steps to accumulate gradients before averaging and
 applying them".
 Not by design: deepspeed#7718 mends it in 0.18.3.
+Reported: deepspeed#7718 mends it in 0.18.3.
 Today: take 0.18.3 or a later release, or one micro-batch.
 """
 

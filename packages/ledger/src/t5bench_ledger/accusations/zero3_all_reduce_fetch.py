@@ -3,9 +3,11 @@
 Library: deepspeed
 Strategies: zero3
 Modes: all-reduce fetch
+Pairs: zero3, stage3_use_all_reduce_for_fetch_params=True
 Promised: stage3_use_all_reduce_for_fetch_params: "Use all_reduce op when fetching module parameters at stage3. This
 improves performance by reducing the overhead of concatenation and slicing": the same parameters.
 Not by design: deepspeed#8158 mends it in 0.19.4.
+Reported: deepspeed#8158 mends it in 0.19.4.
 Today: take 0.19.4 or a later release, or leave the option out.
 """
 

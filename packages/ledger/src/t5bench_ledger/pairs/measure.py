@@ -12,7 +12,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -40,6 +40,7 @@ MOST_TRIALS = 60  # of hypothesis, to reduce one case
 EQUAL = "equal"
 REFUSED = "refused"
 CRASHES = "crashes"
+NOT_AGAIN = "not in a second try"
 # The error with which a program says that a library took other samples than it promises: reference.py.
 WRONG_SAMPLES = "SamplesError"
 # Errors by which no library refuses anything on purpose. An assertion about its own state says as little.
@@ -47,8 +48,10 @@ _CRASH = re.compile(
     r"(Type|Attribute|Key|Index|UnboundLocal|ZeroDivision)Error\b"
     r"|AssertionError(: (\{|fragment start)|$)|.*INTERNAL ASSERT"
 )
-# What PyTorch refuses in C++, where a traceback has no statement.
-_REFUSED_IN_C = re.compile(r"\w+: (Expected to (have finished reduction|mark a variable ready)|Cannot use ReduceOp)")
+# What PyTorch refuses in C++ and pydantic in Rust, where a traceback has no statement.
+_REFUSED_ELSEWHERE = re.compile(
+    r"\w+: (Expected to (have finished reduction|mark a variable ready)|Cannot use ReduceOp)|ValidationError: "
+)
 _STATEMENT = re.compile(r'^ +File ".*", line .*\n +(.*)', re.MULTILINE)
 
 
@@ -104,13 +107,13 @@ def code_digest(library: str) -> str:
 
 
 def is_refusal(error: str, printed: Sequence[str]) -> bool:
-    """Whether an error was raised on purpose: by a library's own statement, with words, or by PyTorch's C++.
+    """Whether an error was raised on purpose: by a library's own statement, with words, or by compiled code.
 
     error: its last line, as judge.why chose it. printed: the logs that have its traceback.
     """
     if _CRASH.match(error):
         return False
-    if _REFUSED_IN_C.match(error):
+    if _REFUSED_ELSEWHERE.match(error):
         return True
     for log in printed:
         before, found, _ = log.partition(error)
@@ -283,7 +286,10 @@ class Fuzzer:
         case = drawn(seed, number, self.subject.library)
         found = self.attempt(case)
         smallest = None
-        if found.is_finding:
+        if found.is_finding and self.attempt(case).verdict != found.verdict:
+            found = replace(found, said=f"{found.said}; {NOT_AGAIN}")
+            smallest = case
+        elif found.is_finding:
             same = [Case(**pair.smallest) for pair in self.own() if pair.smallest and pair.verdict == found.verdict]
             contained = [each for each in same if case.contains(each)]
             smallest = contained[0] if contained else smallest_form(case, found.verdict, self.attempt)
