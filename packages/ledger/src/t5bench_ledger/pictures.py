@@ -14,6 +14,8 @@ from t5bench_ledger.spans import published
 Cell = Mapping[str, Any]
 COLOURS = {RIGHT: "#2e9f5b", WRONG: "#c8382f", DOES_NOT_RUN: "#e0a100", HANGS: "#e0a100"}
 NOT_TRIED = "#e8e8e8"
+PARTLY_TRIED = "right where it was tried"
+COLOURS[PARTLY_TRIED] = "#a9d8bb"
 # pixels
 ROW = 30
 HEAD = 56
@@ -45,29 +47,34 @@ def columns_of(cells: Sequence[Cell], library: str) -> list[str]:
 
 def strategies_picture(cells: Sequence[Cell]) -> str:
     """An SVG: of each strategy of DeepSpeed how many of the launchers' modes are not right. cells: of one torch."""
-    in_launchers = {mode.name for mode in MODES if mode.is_of_launchers}
-    met = [cell for cell in cells if cell["mode"] in in_launchers and cell["strategy"] not in OF_NO_LAUNCHER]
     releases = columns_of(cells, "deepspeed")
     rows = []
     for strategy in DEEPSPEED_STRATEGIES:
-        own = [cell for cell in met if cell["strategy"] == strategy]
-        if own:
-            rows.append((NAMES[strategy], [strategy_square(own, release) for release in releases]))
+        modes = {mode.name for mode in MODES if mode.is_of_launchers and strategy in mode.strategies}
+        own = [cell for cell in cells if cell["strategy"] == strategy and cell["mode"] in modes]
+        if own and strategy not in OF_NO_LAUNCHER:
+            rows.append((NAMES[strategy], [strategy_square(own, release, len(modes)) for release in releases]))
     legend = (
-        "Green: every mode that the launchers use is right. Red, yellow: so many train another model, or do not run."
-        " Grey: not tried.",
+        "Green: every mode that the launchers use is right; pale, those that were tried. Red, yellow: so many train"
+        " another model, or do not run. Grey: not tried.",
         f"Native engine on a CPU, torch {cells[0]['torch']}.",
     )
     return drawing("Which release of DeepSpeed trains which strategy correctly", releases, rows, legend, 200, 20)
 
 
-def strategy_square(cells: Sequence[Cell], release: str) -> Square:
+def strategy_square(cells: Sequence[Cell], release: str, modes: int) -> Square:
+    """modes: in how many the launchers train the strategy."""
     own = [cell for cell in cells if cell["release"] == release]
     if not own:
         return Square("", f"{release}: not tried")
     faulty = sum(cell["verdict"] != RIGHT for cell in own)
-    title = f"{release}: {len(own) - faulty} of {len(own)} modes right"
-    return Square(worst(own), title, str(faulty) if faulty else "")
+    title = f"{release}: {len(own) - faulty} of {modes} modes right"
+    if len(own) < modes:
+        title += f", {modes - len(own)} not tried or not shown"
+    verdict = worst(own)
+    if verdict == RIGHT and len(own) < modes:
+        verdict = PARTLY_TRIED
+    return Square(verdict, title, str(faulty) if faulty else "")
 
 
 def trainer_picture(cells: Sequence[Cell]) -> str:
