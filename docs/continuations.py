@@ -21,6 +21,7 @@ Tiny models without dropout, on a CPU with gloo.
 `tests/native/continuations.py` trains them, and `continuations.json` beside this page has every pair.
 Before each continuation everything that the processes hold is made nan.
 Of a kind that `MODEL` takes, six set-ups drawn by its name continue each other in a ring.
+In a row with a seed, four set-ups drawn by the kind's name and this number each continue the other three.
 
 """
 
@@ -34,7 +35,17 @@ def page(measured: Mapping[str, Pairs]) -> str:
     rows = [row(title, pairs) for title, pairs in measured.items()]
     setups = "; ".join(next(iter(measured.values())))
     after = f"\nThe parity gate ([parity.md](../parity.md)) allows these differences.\nThe set-ups: {setups}.\n"
-    return BEGINNING + verdict(measured) + "\n\n" + TABLE + "".join(rows) + after
+    of_kinds = [title for title in measured if title.rsplit(maxsplit=1)[0] not in FAMILIES]
+    tried = [tried_of(title, measured[title]) for title in of_kinds]
+    table = BEGINNING + verdict(measured) + "\n\n" + TABLE + "".join(rows) + after
+    return table + "\n## The pairs of the kinds\n\n" + "".join(tried)
+
+
+def tried_of(title: str, pairs: Pairs) -> str:
+    """Who continues whom."""
+    model, precision = title.rsplit(maxsplit=1)
+    each = [f"{after} continues {', and '.join(saved)}" for after, saved in pairs.items()]
+    return f"- {model} in {precision}: {'; '.join(each)}\n"
 
 
 def verdict(measured: Mapping[str, Pairs]) -> str:

@@ -1,11 +1,13 @@
 """Every setup of the native engine continues every other's checkpoint: trains all pairs, and compares the curves.
 
-    python tests/native/continuations.py MODEL PRECISION [--ring] [--mistake NAME] [--store FILE] [--setups SETUP...]
+    python tests/native/continuations.py MODEL PRECISION [--ring | --seed N] [--mistake NAME] [--store FILE]
+        [--setups SETUP...]
 
 MODEL is one of the launchers' families, or a kind of tests/described.py. It prints one JSON object: for each pair, the
 largest relative difference of a loss and of a gradient norm after the change from the uninterrupted run of the new
 setup. Without names of setups, all of them. With --ring each continues the one that is named before it; of a kind, six
-setups drawn by its name. With --mistake something is changed after it was loaded: a kind of tensor, or the step.
+setups drawn by its name. With --seed, four setups drawn by the model's name and this number continue each other. With
+--mistake something is changed after it was loaded: a kind of tensor, or the step.
 
 The processes are forked from this one, so that torch is imported once. A setup's processes continue all checkpoints in
 turn, and before each everything that they hold is made nan, so that nothing can be left from the one before.
@@ -56,6 +58,8 @@ from t5bench.plan.ports import free_port
 KINDS = {"t5 v1.0" if kind == "t5" else kind: config for kind, config in described.CONFIGS.items()}
 SAMPLED = 6
 """Setups of a ring of a kind."""
+DRAWN = 4
+"""Setups of a seed."""
 WORDS = 4224
 """More than the sample's tokenizer has."""
 SAMPLE = REPO_ROOT / "megatron_data" / "sample"
@@ -300,13 +304,19 @@ def main() -> None:
     parser.add_argument("precision", choices=("fp32", "bf16"))
     parser.add_argument("--setups", nargs="+", choices=EVERY_SETUP, default=[*SETUPS])
     parser.add_argument("--ring", action="store_true")
+    parser.add_argument("--seed", type=int)
     parser.add_argument("--mistake", default="")
     parser.add_argument("--store", type=Path, help="put the differences into this file, from which docs has a page")
     arguments = parser.parse_args()
     names = arguments.setups
     Process.mistake = arguments.mistake
     pairs = dict.fromkeys(names, names)
-    if arguments.ring:
+    title = f"{arguments.model} {arguments.precision}"
+    if arguments.seed is not None:
+        title = f"{arguments.model}, seed {arguments.seed} {arguments.precision}"
+        names = random.Random(f"{arguments.model} {arguments.seed}").sample(names, min(DRAWN, len(names)))
+        pairs = {name: [other for other in names if other != name] for name in names}
+    elif arguments.ring:
         if arguments.model in KINDS:  # so that the kinds show different pairs
             names = random.Random(arguments.model).sample(names, min(SAMPLED, len(names)))
         pairs = {name: [before] for before, name in zip([names[-1], *names], names, strict=False)}
@@ -317,7 +327,7 @@ def main() -> None:
         found = differences(arguments.model, arguments.precision, pairs, Path(directory))
     print(json.dumps(found))
     if arguments.store:
-        store(arguments.store, f"{arguments.model} {arguments.precision}", found)
+        store(arguments.store, title, found)
 
 
 def store(path: Path, title: str, found: Mapping[str, Any]) -> None:
