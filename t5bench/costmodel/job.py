@@ -434,6 +434,12 @@ class Job:
         return self.zero.reduce_once and self.zero.stage > 1 and self.micro_batches > 1
 
     @property
+    def forgets_gradients(self) -> bool:
+        """Whether gradients go after an iteration, instead of being set to 0: the native engine's without replicas."""
+        is_divided = self.zero.stage > 0 or self.fully_sharded is not None
+        return self.engine == "native" and self.parallel.data == 1 and not is_divided
+
+    @property
     def casts_weights(self) -> bool:
         """Whether an iteration computes with 16-bit copies of fp32 weights."""
         is_16_bit = self.software.cast_parameters and self.element == 2

@@ -176,6 +176,8 @@ def _moments(job: Job, stage: int, count: int, leftover: Mapping[str, float]) ->
     transient = transient_states(job, count)
     forward = transient["forward"] | copies
     backward = transient["backward"] | copies
+    in_layers = transient.get("layers", transient["backward"]) | copies
+    at_end = transient.get("end", transient["backward"]) | copies
     waiting: dict[str, float] = {}
     if job.parallel.virtual_stages == 1:
         # While a micro-batch is computed, the loop's variable output_tensor still has the graph of the one before, and
@@ -192,8 +194,8 @@ def _moments(job: Job, stage: int, count: int, leftover: Mapping[str, float]) ->
     moments = {
         "loss": _largest(forward_passes, kept, loss, put_off) | waiting | forward,
         "start of backward": _largest(backward_passes, kept, start, put_off) | waiting | backward,
-        "recomputed layer": _largest(backward_passes, kept, in_work, put_off) | waiting | backward | recomputed,
-        "embedding": _largest(backward_passes, kept, ends, put_off) | backward,
+        "layers": _largest(backward_passes, kept, in_work, put_off) | waiting | in_layers | recomputed,
+        "embedding": _largest(backward_passes, kept, ends, put_off) | at_end,
         "step": transient["step"] | leftover,
     }
     if job.parallel.puts_off_weights(stage):
@@ -202,12 +204,12 @@ def _moments(job: Job, stage: int, count: int, leftover: Mapping[str, float]) ->
         weights = _fullest(job, stage, "W")
         gradient = [{"gradient of a weight": _largest_weight(job, stage)}]
         moments["weights"] = _largest(weights, kept, gradient, put_off) | backward
-    if job.reduces_once:  # the bucket is not there before the last backward pass has ended
+    if "reduction" in transient:  # after the last backward pass
         moments["reduction"] = transient["reduction"]
     if buckets.casts_come_last(job):
         later_passes = _fullest(job, stage, "B", later=True)
         ends = [_end_of_later_backward(job.apart, chunk) | own for chunk, own in zip(chunks, put_off, strict=True)]
-        moments["copies"] = _largest(later_passes, kept, ends, put_off) | backward
+        moments["copies"] = _largest(later_passes, kept, ends, put_off) | at_end
     return moments
 
 
@@ -404,7 +406,8 @@ def states_of(job: Job) -> dict[str, tuple[float, float]]:
         if software.cast_parameters or software.casts:
             # fp32 weights, which need no masters; autograd keeps autocast's 16-bit copies
             copies = 2 if software.casts else 0
-            return {"weights": (4 + copies, 0), "gradients": (4, 0), "optimizer": (moments, 0)}
+            gradients = 0 if job.forgets_gradients else 4
+            return {"weights": (4 + copies, 0), "gradients": (gradients, 0), "optimizer": (moments, 0)}
     gradients = e
     if not zero and job.engine != "galvatron":
         gradients = 2 if job.precision == "fp16" else 4  # Megatron accumulates in fp32 under bf16, in fp16 under fp16
@@ -437,9 +440,14 @@ def _reduction_bucket(job: Job) -> float:
 
 
 def transient_states(job: Job, count: int) -> dict[str, dict[str, float]]:
-    """What a moment adds to the states: ZeRO's buckets and gathered window, copies, the optimizer's temporaries."""
+    """What a moment adds to the states: ZeRO's buckets and gathered window, copies, the optimizer's temporaries.
+
+    Without "layers" and "end", these are as "backward", its start.
+    """
     if job.fully_sharded:
         return _fully_sharded_states(job, count)
+    if job.forgets_gradients:
+        return _forgotten_gradients(job, count)
     e = job.element
     n = job.parallel.data
     zero = job.zero
@@ -466,9 +474,9 @@ def transient_states(job: Job, count: int) -> dict[str, dict[str, float]]:
 def _fully_sharded_states(job: Job, count: int) -> dict[str, dict[str, float]]:
     """FSDP2's gathered parameters and gradients.
 
-    Gathered are the root and a layer, or everything if it is kept. Whole fp32 gradients add up until the last
-    micro-batch, which divides them layer by layer; with one micro-batch only the layer that is reduced is whole. The
-    root's gradient is not divided before the backward pass has reached the embedding.
+    Gathered are the root and a layer, or everything if it is kept; a backward pass gathers the next layer, too, while
+    it is in one. Whole fp32 gradients add up until the last micro-batch, which divides them layer by layer. The root's
+    are not divided before the backward pass has reached the embedding.
     """
     n = job.parallel.states_over
     sizes = {what: size for what, _, size in sharded_groups(job)}
@@ -476,18 +484,58 @@ def _fully_sharded_states(job: Job, count: int) -> dict[str, dict[str, float]]:
     layer = max(sizes.values())
     keeps_parameters = job.fully_sharded is not None and job.fully_sharded.keeps_parameters
     gathered = {"gathered parameters": job.element * (count if keeps_parameters else root + layer)}
+    next_one = 0 if keeps_parameters or n == 1 else job.element * layer  # one GPU copies a layer when it comes
+    words = {"gradients of words": word_gradient(job)}
+    reduction = _reduction_of_a_layer(job, layer)
+    divided = 4 * (count - root) / n
     if job.micro_batches > 1:
         added_up = 4 * count
-        gradients: float = 4 * count
-        reduction = 0  # what is reduced goes from those that were added up
+        at_end: dict[str, float] = {"gradients": 4 * count}
+        whole = 4 * root
     else:
         added_up = 0
-        gradients = 4 * (count - root) / n
-        reduction = 4 * layer
+        at_end = {"gradients": divided, "reduction": 4 * layer}
+        whole = job.element * root
     return {
         "forward": gathered | {"gradients": added_up},
-        "backward": gathered | {"gradients": gradients, "reduction": reduction},
+        "backward": gathered | {"gradients": added_up},
+        "layers": gathered | words | {"gradients": added_up, "next layer": next_one, "reduction": reduction},
+        "end": gathered | at_end,
+        "reduction": {"gradients": divided + whole, "reduction": 4 * root},
         "step": {"gradients": 4 * count / n},
+    }
+
+
+def _reduction_of_a_layer(job: Job, layer: int) -> float:
+    """What FSDP2 adds to the start of the last layer's backward pass, whose activations are gone then: in its
+    reduction, or in the layer before it. layer: elements.
+
+    A reduction copies the gradients, and keeps the copy until the next one. With it stay this rank's part of the sum,
+    and the gradients of the layer in work, which otherwise take the place of the layer's gathered parameters.
+    """
+    activations = layer_bytes(job, decoder=job.architecture.decoder_layers > 0)
+    copy = 4 * layer
+    own = job.element * layer
+    in_next = copy + copy / job.parallel.states_over + own - 2 * activations
+    if job.micro_batches > 1:
+        in_next -= copy  # which replaces what had been added up
+    if job.fully_sharded is not None and job.fully_sharded.keeps_parameters:
+        in_next -= own  # the first layer's are freed
+    return max(0.0, copy - activations, in_next)
+
+
+def _forgotten_gradients(job: Job, count: int) -> dict[str, dict[str, float]]:
+    """Gradients that are not there before an iteration's first backward pass: of one micro-batch, they come while its
+    activations go."""
+    added_up = 0 if job.micro_batches == 1 else 4 * count
+    at_end = 4 * count
+    if job.micro_batches == 1:  # those of the words are counted where they come
+        at_end -= word_gradient(job)
+    return {
+        "forward": {"gradients": added_up},
+        "backward": {"gradients": added_up},
+        "end": {"gradients": at_end},
+        "step": {"gradients": 4 * count},
     }
 
 

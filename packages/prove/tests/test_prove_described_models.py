@@ -54,6 +54,32 @@ def test_its_peak_is_predicted(kind: str):
     assert predicted == pytest.approx(executed.peak, rel=0.01)
 
 
+CORNERS = {
+    "one process": (Parallel(), None),
+    "tensor of 4, one replica": (Parallel(tensor=4), None),
+    "fsdp2, one replica": (Parallel(), FullySharded()),
+    "fsdp2 kept, one replica": (Parallel(), FullySharded(keeps_parameters=True)),
+    "fsdp2 of 4": (Parallel(data=4), FullySharded()),
+}
+
+
+@pytest.mark.parametrize("name", CORNERS)
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_its_peak_is_predicted_in_the_corners(name: str, micro_batches: int):
+    """Gradients that are forgotten after an iteration, and of one micro-batch come while activations go."""
+    parallel, sharding = CORNERS[name]
+    batch = 2 * micro_batches * parallel.data
+    job = Job(
+        description_of(CONFIGS["llama"]), parallel, 2, batch, fully_sharded=sharding, precision="fp32",
+        engine="native", dropout=0.0,
+    )  # fmt: skip
+    with get_context("fork").Pool(1) as pool:
+        executed = pool.apply(execution.execute, (job, 0))
+    allocated, peak = execution.memory(job, 0)
+    assert allocated == pytest.approx(executed.allocated, rel=0.015)
+    assert peak == pytest.approx(executed.peak, rel=0.04)
+
+
 def flops_of_weights(job: Job) -> int:
     """Of the products with weights in a step of the first rank, without attention's core."""
     with execution.joined(job, 0):
