@@ -112,7 +112,7 @@ CHANGES = (
     ),
     Change(
         (7607, 7636), "a parameter's bucket is looked up by the wrong data type", ("zero1", "zero2"),
-        first_wrong="0.17.5", first_right="0.18.1", verdict=DOES_NOT_RUN, shapes=("large parameter",),
+        first_wrong="0.17.2", first_right="0.18.1", verdict=DOES_NOT_RUN, shapes=("large parameter",),
     ),
     Change(
         (7653, 7660), "a parameter larger than the bucket does not get a larger one", ("zero1", "zero2"),
