@@ -2,6 +2,7 @@
 
 import argparse
 import shutil
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,8 +33,8 @@ class ExportedModel:
 
     @property
     def length(self) -> int:
-        """The longest text in tokens."""
-        return self.model.config.max_position_embeddings
+        """The longest text in tokens; relative positions, as those of MODEL's T5, have no end."""
+        return getattr(self.model.config, "max_position_embeddings", sys.maxsize)
 
     @property
     def start(self) -> int:

@@ -5,11 +5,15 @@ import json
 import math
 import os
 import shutil
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from support import REPO_ROOT
 from tools.convert.convert_commands import script, t5bench
+from transformers import GPT2Config, MT5Config, PretrainedConfig, T5Config
 
 from t5bench import Problem
 from t5bench.record.records import load
@@ -154,3 +158,11 @@ def test_a_t5_fills_the_gaps_of_a_file(half_trained: Path, tmp_path: Path):
     assert t5bench("generate", half_trained, *words).stdout == result.stdout
     too_long = t5bench("generate", half_trained, "--prompt", PROMPT, "--max-new-tokens", "500")
     assert too_long.returncode == 2 and "the model takes 128" in too_long.stderr
+
+
+@pytest.mark.parametrize(
+    ("config", "length"), [(MT5Config(), sys.maxsize), (T5Config(), sys.maxsize), (GPT2Config(n_positions=40), 40)]
+)
+def test_relative_positions_take_a_text_of_any_length(config: PretrainedConfig, length: int):
+    model = ExportedModel(Path(), SimpleNamespace(config=config), None, torch.device("cpu"))
+    assert model.length == length
