@@ -9,7 +9,7 @@ from functools import cache
 from importlib import metadata
 from typing import Any, NamedTuple
 
-from t5bench_ledger.modes import LIBRARY, MODES, NAMES, OF_NO_LAUNCHER, TRAINERS, Mode
+from t5bench_ledger.modes import LIBRARY, MODES, NAMES, OF_NO_LAUNCHER, TRAINERS, Mode, library_of
 from t5bench_ledger.spans import DATA, public, published, releases_in
 from t5bench_ledger.words import mended_in_words, size_in_words
 
@@ -243,12 +243,37 @@ def position(library: str) -> Callable[[str], int]:
 PLAIN = ("equal targets", "one process")
 
 
-def first_line(found: Found) -> str:
+def untried_ways(found: Found, strategies: Sequence[str]) -> list[tuple[str, str]]:
+    """The strategies and modes in which launchers train with the library, of these strategies, and nobody tried."""
+    tried = used_ways(found)
+    return [
+        (strategy, mode.name)
+        for strategy in strategies
+        if library_of(strategy) == found.library and strategy not in TRAINERS
+        for mode in MODES
+        if strategy in mode.strategies and is_used(strategy, mode.name) and (strategy, mode.name) not in tried
+    ]
+
+
+def where_right(found: Found, untried: Sequence[tuple[str, str]]) -> str:
+    """Of a release in which nothing that counts is wrong."""
+    if found.strategies[0] in TRAINERS:
+        return "in every way that was tried"
+    if not untried:
+        return "in every mode that the launchers use"
+    tried = len(used_ways(found))
+    missing: dict[str, list[str]] = {}
+    for strategy, mode in untried:
+        missing.setdefault(mode, []).append(NAMES[strategy])
+    named = "; ".join(f"{mode} ({', '.join(names)})" for mode, names in missing.items())
+    return f"in {tried} of the {tried + len(untried)} ways in which launchers train; not tried: {named}"
+
+
+def first_line(found: Found, untried: Sequence[tuple[str, str]]) -> str:
     """Yes or no."""
     of_people = found.strategies[0] in TRAINERS
     if not used_faults(found):
-        modes = "in every way that was tried" if of_people else "in every mode that the launchers use"
-        return f"{found.name}: right {modes}"
+        return f"{found.name}: right {where_right(found, untried)}"
     wrong = clauses(found, WRONG, "trains another model")
     failing = [*clauses(found, "does not run", "does not run"), *clauses(found, "hangs", "hangs")]
     take = instead_of(found)
@@ -349,8 +374,8 @@ SEVEREST_FIRST = (NOT_RIGHT, NOT_TRIED, ALL_RIGHT)
 def answer(releases: Mapping[str, str], strategies: Sequence[str], *, in_full: bool = False) -> tuple[str, int]:
     """What the ledger says of these releases, in lines, the severest answer first; and the exit status.
 
-    The status is NOT_RIGHT if one is not right in a way that counts, else NOT_TRIED if one was not tried. Raises
-    NoAnswer.
+    The status is NOT_RIGHT if one is not right in a way that counts, else NOT_TRIED if one was not tried in a way in
+    which launchers train. Raises NoAnswer.
     """
     if not releases:
         raise NoAnswer("no library of the ledger is installed here", "Ask about a release: --answer 0.18.2")
@@ -368,8 +393,12 @@ def answer(releases: Mapping[str, str], strategies: Sequence[str], *, in_full: b
             if not chosen.strategies:
                 answers.append(Answer(NOT_TRIED, [f"{found.name}: not tried under {', '.join(strategies)}"]))
                 continue
-            status = NOT_RIGHT if used_faults(chosen) else ALL_RIGHT
-            answers.append(Answer(status, [first_line(chosen), *of_release(chosen, strategies, in_full=in_full)]))
+            untried = untried_ways(chosen, strategies)
+            status = NOT_TRIED if untried else ALL_RIGHT
+            if used_faults(chosen):
+                status = NOT_RIGHT
+            begin = first_line(chosen, untried)
+            answers.append(Answer(status, [begin, *of_release(chosen, strategies, in_full=in_full)]))
     answers.sort(key=lambda one: SEVEREST_FIRST.index(one.status))
     return "\n".join(line for one in answers for line in one.lines), answers[0].status
 
