@@ -16,6 +16,7 @@ from t5bench.costmodel.schedule import INTERLEAVED, ZERO_BUBBLE
 from t5bench.plan.launchers import accepted, declarations, tell_left_out
 from t5bench.record.plan import Plan
 from t5bench.record.records import load
+from t5bench.sweep.clipping import with_clip_among
 from t5bench.sweep.launch import BASELINE, Launch, PlannedRun, choose, plan_runs
 from t5bench.sweep.sweep import run_all, t5bench
 from t5bench.unread import never_wait
@@ -90,6 +91,8 @@ def check(args: argparse.Namespace, strategies: list[str], unsupported: str) -> 
     # In bf16 a run is also judged by its own numbers, because its curves may differ by more than small mistakes.
     is_traced = args.engine == NATIVE and not has_dropout and (args.locate or not is_fp32)
     is_traced = is_traced and can_be_traced(needed=args.locate)
+    if os.environ.get("MODEL"):
+        clip_among_norms(args.engine, args.runs_dir)
     train(args.engine, strategies, args.runs_dir, further=TRACE if is_traced else ())
     # A strategy that could not run has no run directory, and therefore fails.
     runs = [args.runs_dir / args.engine / name for name in strategies]
@@ -114,6 +117,17 @@ def check(args: argparse.Namespace, strategies: list[str], unsupported: str) -> 
         options.append("--locate")
     note(f"run directories: {args.runs_dir}")
     return t5bench("parity", *runs, *options)
+
+
+def clip_among_norms(engine: str, runs_dir: Path) -> None:
+    """The recipe's norm lies among those of the launchers' own models; another model has others. Raises Problem."""
+
+    def train_ddp(clip: str) -> Path:
+        own = runs_dir / f"clip-{clip}"
+        train(engine, [BASELINE], own, CLIP_GRAD=clip)
+        return own / engine / BASELINE
+
+    os.environ["CLIP_GRAD"], _ = with_clip_among(train_ddp, os.environ["CLIP_GRAD"])
 
 
 def can_be_traced(*, needed: bool) -> bool:
