@@ -11,7 +11,7 @@ import os
 import re
 import sys
 from argparse import Namespace
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -25,10 +25,11 @@ from native.schedule import learning_rate
 from native.token_file import TokenFile, Vocabulary, pad_vocabulary
 
 PERCENT = 0.01
-# Groups of parameters, by patterns of their names.
+# Groups of parameters, by patterns of their names; a model lacks some.
 GROUPS = {
     "word embeddings": r"\.word_embeddings\.",
     "position embeddings": r"\.position_embeddings\.",
+    "relative positions": r"\.relative_positions\.",
     "encoder": r"\.encoder\.",
     "decoder": r"\.decoder\.",
     "self-attention": r"\.self_attention\.",
@@ -36,10 +37,9 @@ GROUPS = {
     "feed-forward": r"\.mlp\.",
     "layer norms": r"layernorm\.",
     "biases": r"(?<!layernorm)\.bias$",
-    "output bias": r"^lm_head\.",
+    "head": r"^lm_head\.weight$",
+    "output bias": r"^lm_head\.bias$",
 }
-# Groups that a family lacks. A GPT's layers are called the encoder.
-LACKING = {"t5": (), "gpt": ("decoder", "cross-attention", "output bias")}
 # Arguments that grow by PERCENT, and their names in a sentence.
 SCALED = {
     "lr": "learning rate",
@@ -66,19 +66,20 @@ class Perturbation(NamedTuple):
     """A pattern of the names of the parameters that it concerns."""
 
 
-def changes(args: Namespace) -> Iterator[Perturbation]:
-    """A change for each number of the recipe; the first changes nothing."""
+def changes(args: Namespace, names: Collection[str]) -> Iterator[Perturbation]:
+    """A change for each number of the recipe; the first changes nothing. names: of the model's parameters."""
     yield Perturbation("the recipe", "nothing")
     for name, number in SCALED.items():
         yield Perturbation(number, arguments={name: getattr(args, name) * (1 + PERCENT)})
     for name, number in BETAS.items():
         yield Perturbation(number, "1 % of 1 - beta", {name: 1 - (1 - getattr(args, name)) * (1 + PERCENT)})
     yield Perturbation("warm-up", "1 iteration", {"lr_warmup_iters": args.lr_warmup_iters + 1})
-    yield Perturbation("length of the decay", "1 iteration", {"train_iters": args.train_iters + 1})
+    yield Perturbation("length of the decay", "1 iteration", {"lr_decay_iters": args.lr_decay_iters + 1})
     yield Perturbation("schedule", "1 iteration late", what="late")
     yield Perturbation("seed of the weights", "+1", {"seed": args.seed + 1})
     yield Perturbation("initial weights", what="initial")
-    yield Perturbation("GELU", "its other form", {"no_bias_gelu_fusion": not args.no_bias_gelu_fusion})
+    if not args.model_description:  # which says its activation
+        yield Perturbation("GELU", "its other form", {"no_bias_gelu_fusion": not args.no_bias_gelu_fusion})
     yield Perturbation("loss scale", what="gradient")
     yield Perturbation("accumulation", "1 % of one micro-batch", what="micro-batch")
     yield Perturbation("order of the data", "two samples", what="order")
@@ -86,7 +87,7 @@ def changes(args: Namespace) -> Iterator[Perturbation]:
         yield Perturbation("encoder's length", "1 token", what="encoder")
     yield Perturbation("decoder's length", "1 token", what="decoder")
     for group, pattern in GROUPS.items():
-        if group in LACKING[args.family]:
+        if not any(re.search(pattern, name) for name in names):
             continue
         for number in ("learning rate", "weight decay", "gradient"):
             yield Perturbation(f"{number} of {group}", what=number, of=pattern)
@@ -159,7 +160,8 @@ def run(args: Namespace) -> None:
     batches = list(itertools.islice(samples, args.train_iters))
     enough = [float(word) for word in os.environ.get("SENSITIVITY_ENOUGH", "inf inf").split()]
     recipe: list[list[float]] = []
-    for change in changes(args):
+    names = [name for name, _ in TorchTrainer(args, Mesh()).model.named_parameters()]
+    for change in changes(args, names):
         points = train(args, change, batches, recipe, enough)
         recipe = recipe or points
         losses, norms = zip(*points, strict=True)
