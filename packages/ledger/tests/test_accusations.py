@@ -146,3 +146,17 @@ def test_nothing_of_this_project_is_on_the_path_of_a_file(tmp_path):
     assert run.returncode == 0, run.stderr
     ((_, *lines),) = show.statements(run.stdout).values()
     assert lines and all(line.endswith(": as promised") for line in lines)
+
+
+def test_the_page_says_of_trl_what_its_file_printed():
+    """Beside which releases of transformers TRL's trainers applied the whole gradient."""
+    folder = show.FOLDER.with_name("inherited")
+    code = (folder / "trl_trainers.py").read_text().split('"""', 2)[2]
+    assert len([line for line in code.splitlines() if line.strip()]) <= MOST_LINES
+    said = {
+        release: lines[1:] for (release, _), lines in show.statements((folder / "trl_trainers.txt").read_text()).items()
+    }
+    is_right = {release: not any(line.endswith("NOT as promised") for line in lines) for release, lines in said.items()}
+    assert is_right == {"5.24.0": True, "5.23.0": True, "5.2.0": False, "5.3.0": False}
+    page = (tables.PAGES / "ledger.md").read_text().replace("\n", " ")
+    assert "right beside 5.23.0 and 5.24.0, a quarter of the gradient beside 5.2.0 and 5.3.0" in page

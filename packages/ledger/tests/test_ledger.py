@@ -298,7 +298,8 @@ def test_an_answer_holds_every_cell_and_no_other():
 def test_the_launchers_refuse_what_they_refused():
     """Answers of the reader that this list replaced, for every release, strategy, precision and way of training.
 
-    A release that had not been tried may have been since, and a precision that had not been measured.
+    A release that had not been tried may have been since, and a precision that had not been measured. Resumed runs did
+    not run in 0.14.5 and 0.15.4, whose torch.load refused what the native engine saved; today's saves it reads.
     """
     former = json.loads(Path(__file__).with_name("former_answers.json").read_text())
     tried = {library: json.loads(VERDICTS.read_text())[library]["tried"].split() for library in ("deepspeed", "torch")}
@@ -314,6 +315,7 @@ def test_the_launchers_refuse_what_they_refused():
                 )  # fmt: skip
                 was_tried_since = release in tried[library] and release not in former["tried"][library]
                 was_tried_since |= verdict.startswith("not measured")
+                was_tried_since |= resumes == "resumes" and release in ("0.14.5", "0.15.4")
                 assert told.verdict == verdict or was_tried_since, (run, release, str(told))
                 compared += 1
     assert compared == 7596
@@ -413,13 +415,13 @@ def test_a_difference_in_words(off_by, words):
         (["0.19.8"], 0, "0.19.8: right in every mode that the launchers use"),
         (["0.17.6", "--strategies", "zero2"], 1,
          "do not use 0.17.6: ZeRO-2 trains another model with more than one micro-batch; take 0.19.8"),
-        (["0.18.2", "--strategies", "zero3"], 0, "0.18.2: right in every mode that the launchers use"),
+        (["0.18.2", "--strategies", "zero3_offload"], 0, "0.18.2: right in every mode that the launchers use"),
         (["0.18.9", "--strategies", "zero1"], 1, "0.18.9: ZeRO-1 does not run; take 0.19.8"),
         (["torch==2.8.0+cu128"], 1, "do not use torch 2.8.0: FSDP2 trains another model; take 2.15.0"),
         (["torch==2.13.0"], 0, "torch 2.13.0: right in every mode that the launchers use"),
-        (["torch==2.7.1"], 3, "torch 2.7.1: right in 1 of the 24 ways in which launchers train; not tried: bf16 (DDP, "),
+        (["torch==2.7.1"], 3, "torch 2.7.1: right in 1 of the 24 ways in which launchers train; not tried: bf16 (DDP"),
         (["0.99"], 3, "0.99: not tried; the newest that was: 0.19.8"),
-        (["v0.18.2", "--strategies", "zero3"], 0, "0.18.2: right in every mode that the launchers use"),
+        (["v0.18.2", "--strategies", "zero3_offload"], 0, "0.18.2: right in every mode that the launchers use"),
         (["torch 2.13.0"], 0, "torch 2.13.0: right in every mode that the launchers use"),
         (["0.18.2rc1"], 3, "0.18.2rc1: not tried; the newest that was: "),
         (["4.45.2"], 3, "4.45.2: not tried; deepspeed had no such release when this was written, but transformers had"),

@@ -79,6 +79,10 @@ over all target tokens |
 A layer used twice is reported wrong in bf16 under ZeRO-2 on 16 GPUs, from 0.18.3 to 0.19.3
 ([#8224](https://github.com/deepspeedai/DeepSpeed/issues/8224)); on a CPU, 4, 8 and 16 processes under 0.18.3, 0.19.0
 and 0.19.3 do not show it.
+TRL 1.16.0's SFT and DPO trainers were tried beside four releases of transformers: right beside 5.23.0 and 5.24.0, a
+quarter of the gradient beside 5.2.0 and 5.3.0, whose Trainer they inherit ([the file]\
+(../src/t5bench_ledger/inherited/trl_trainers.py), [what it printed](../src/t5bench_ledger/inherited/trl_trainers.txt)).
+TRL 1.15.0 needs Triton, which a CPU's PyTorch lacks.
 accelerate ignores FSDP's plugin on a CPU, and its newer releases take a run with DeepSpeed's for one process: FSDP2,
 and ZeRO with the Trainer, cannot be shown here.
 DeepSpeed 0.14.0 asks for intel_extension_for_pytorch when it is installed for a CPU: it was not tried.
@@ -98,6 +102,8 @@ No file of plain PyTorch and the library alone has shown these in that very rele
 They count as not tried; the launchers of this project refuse them all the same.
 A cell is trained once. ZeRO-3's in fp16 was trained 60 times in four releases, on a busy machine: 9 trainings differed
 in 0.16.3, 8 in 0.17.0, 4 in 0.16.4, none in 0.19.8. One that is right does not show that the next one is.
+That is what [#8539](https://github.com/deepspeedai/DeepSpeed/pull/8539) describes and mends: over gloo, not on CUDA,
+ZeRO-3 may compute with weights before they are gathered.
 """
 
 
