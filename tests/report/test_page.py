@@ -116,7 +116,7 @@ def test_choosing_sorting_finding_and_copying(page: str, tmp_path: Path):
         document.activeElement.blur()
         document.querySelector(".more details").open = true
         document.querySelector(".more button").click()
-        for (let waited = 0; waited < 40 && !said.textContent; waited++) await wait() // the clipboard takes real time
+        for (let waited = 0; waited < 40 && !said.textContent.endsWith("copied."); waited++) await wait() // the clipboard takes real time
         const focusable = [...drawn()].every(figure => figure.tabIndex == 0)
         const copied = String(getSelection())
         return {chosen, orders, searched, read, copied, said: said.textContent, pareto, focusable}""",
