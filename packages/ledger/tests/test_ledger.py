@@ -419,7 +419,7 @@ def test_a_difference_in_words(off_by, words):
         (["0.18.9", "--strategies", "zero1"], 1, "0.18.9: ZeRO-1 does not run; take 0.19.8"),
         (["torch==2.8.0+cu128"], 1, "do not use torch 2.8.0: FSDP2 trains another model; take 2.15.0"),
         (["torch==2.13.0"], 0, "torch 2.13.0: right in every mode that the launchers use"),
-        (["torch==2.7.1"], 3, "torch 2.7.1: right in 1 of the 24 ways in which launchers train; not tried: bf16 (DDP"),
+        (["torch==2.7.1"], 3, "torch 2.7.1: right in 1 of the 24 ways in which launchers train; not tried: fp32 (Ten"),
         (["0.99"], 3, "0.99: not tried; the newest that was: 0.19.8"),
         (["v0.18.2", "--strategies", "zero3_offload"], 0, "0.18.2: right in every mode that the launchers use"),
         (["torch 2.13.0"], 0, "torch 2.13.0: right in every mode that the launchers use"),

@@ -246,13 +246,9 @@ PLAIN = ("equal targets", "one process")
 def untried_ways(found: Found, strategies: Sequence[str]) -> list[tuple[str, str]]:
     """The strategies and modes in which launchers train with the library, of these strategies, and nobody tried."""
     tried = used_ways(found)
-    return [
-        (strategy, mode.name)
-        for strategy in strategies
-        if library_of(strategy) == found.library and strategy not in TRAINERS
-        for mode in MODES
-        if strategy in mode.strategies and is_used(strategy, mode.name) and (strategy, mode.name) not in tried
-    ]
+    own = [name for name in strategies if library_of(name) == found.library and name not in TRAINERS]
+    ways = [(strategy, mode.name) for mode in MODES for strategy in own if strategy in mode.strategies]
+    return [way for way in ways if is_used(*way) and way not in tried]
 
 
 def where_right(found: Found, untried: Sequence[tuple[str, str]]) -> str:

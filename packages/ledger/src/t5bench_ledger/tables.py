@@ -1,7 +1,6 @@
 """The ledger's cells, as a page."""
 
 import json
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -39,8 +38,6 @@ FORMAT = 1
 CELLS = DATA / "cells.json"
 PAGES = Path(__file__).resolve().parents[2] / "pages"
 Cell = dict[str, Any]
-# Of an address in an error, as in "Read error [127.0.0.1]:53433".
-_PORT = re.compile(r"(?<=\]):\d+")
 MODE = {mode.name: mode for mode in MODES}
 INTRODUCTION = """# Which release trains which strategy correctly
 
@@ -121,15 +118,10 @@ def off_by(cell: Cell) -> float | None:
     return float(f"{cell['times'] * bound:.2g}")
 
 
-def error(cell: Cell) -> str:
-    """The sentence of a cell, without the ports that differ by the run."""
-    return _PORT.sub("", cell["sentence"])
-
-
 def sentence(cell: Cell) -> str:
     """What is known of a cell that is not right."""
     if cell["verdict"] not in (WRONG, *NOTED):
-        return error(cell)
+        return cell["sentence"]
     return f"from iteration {cell['iteration']} on the {cell['quantity']} is {size_in_words(off_by(cell))}"
 
 
@@ -271,7 +263,7 @@ def release_faults(section: Section) -> list[ReleaseFault]:
             iteration=first["iteration"],
             quantity=first["quantity"],
             off_by=off_by(first),
-            sentence=error(first).partition(". ")[0],
+            sentence=first["sentence"].partition(". ")[0],
             where=fault.located,
             upstream=[name for change in fault.changes for name in change.names],
             mended_in=mended_in(fault, section.cells),
@@ -362,7 +354,7 @@ def markdown(measured: Sequence[Cell]) -> str:
     parts.append("### What the reports say\n")
     parts.append(table(("upstream", "what"), reports(every)))
     parts.append("## Withdrawn\n")
-    withdrawn = [(listed_names(each.strategies), each.mode, each.first, each.why) for each in WITHDRAWN]
+    withdrawn = [(listed_names(each.strategies), each.mode, each.concerned, each.why) for each in WITHDRAWN]
     parts.append(table(("strategy", "mode", "from release", "why"), withdrawn))
     parts.append(OF_OTHER_TORCHES)
     unshown = list(not_shown(measured))
